@@ -135,6 +135,18 @@ def require_bool(**options: object) -> None:
             raise CalibrationError(name, got=repr(value), expected="True or False")
 
 
+def require_at_least(least: int, **options: float | None) -> None:
+    """Raise a :class:`CalibrationError` for an option that is no number, or below ``least``, 0 or 1; None is accepted.
+
+    >>> require_at_least(1, max_batches=0)
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: max_batches. Got 0, expected one or more.
+    """
+    for name, number in options.items():
+        if number is not None and not (isinstance(number, (int, float)) and number >= least):
+            raise CalibrationError(name, got=number, expected="one or more" if least else "zero or more")
+
+
 def likely(name: str, known: Iterable[str]) -> str:
     """A hint to append to a wrong name: the closest known name, or an empty string.
 

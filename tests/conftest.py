@@ -92,7 +92,7 @@ def compiled_graphs_may_run_again():
 @pytest.fixture
 def own_registry():
     """Observers that a test registers are gone after it."""
-    tables = (ct_registry._REGISTRY[Observer], ct_registry._ALIAS_REGISTRY[Observer], Observer._replaced)
+    tables = (ct_registry._REGISTRY[Observer], ct_registry._ALIAS_REGISTRY[Observer], Observer._replacements)
     saved = [dict(table) for table in tables]
     yield
     for table, before in zip(tables, saved, strict=True):

@@ -34,8 +34,8 @@ from torchmetrics.text import Perplexity
 
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL, cache_folder, load_pretrained
-from lightning_obs.callbacks.quantization_aware_training import divergence
 from lightning_obs.files.write import whole_folder
+from lightning_obs.numerics.divergence import divergence
 
 #: the version is that of the text that it was trained on: the first one had seen two fifths of the held-out text
 NAME = f"{DEFAULT_MODEL}-unquantized-2"

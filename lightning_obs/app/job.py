@@ -27,7 +27,7 @@ from lightning_obs.app.console import StepsBar, say, step
 from lightning_obs.app.data.module import CalibrationData
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.callbacks.base import SessionCallback
+from lightning_obs.callbacks.session_callback import SessionCallback
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.checkpoint.load import load_checkpoint

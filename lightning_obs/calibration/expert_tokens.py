@@ -10,56 +10,80 @@ run fused experts with one activation scale, the widest. Its weights need no tok
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 
+from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, take
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
-
+from lightning_obs.observers.segments import observe_segments, takes_segments
+from lightning_obs.observers.statistic import is_reached, observes_data
 
 #: bytes of activations that wait on an accelerator for the other experts of their layer
-_WAITING = 2**28
+_MOST_WAITING_BYTES = 2**28
+
+
+class _Waiting(NamedTuple):
+    """An activation of one expert that waits for the other experts of its layer."""
+
+    observer: Observer
+    value: torch.Tensor
+    #: on the host, which of its rows count; None: all
+    rows_that_count: torch.Tensor | None
 
 
 class ExpertWatch:
-    """The experts of a model while it is calibrated; with ``all_experts``, every expert observes all tokens.
+    """The experts of a model while it is calibrated.
 
     The tokens of a :class:`LinearExperts` are its inputs; a ``ModuleList`` is never called, so its parent's are taken.
+
+    Args:
+        model: the calibrated model.
+        all_experts: let every expert observe all tokens, in a run of its own.
+
+    Attributes:
+        containers: the experts of each layer, by the name of the module that holds them.
+        is_forcing: whether experts run on all tokens now.
+
+    Raises:
+        CalibrationError: ``all_experts``, and the model has no experts.
     """
 
     def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
-        self._all = all_experts
         self.containers = expert_containers(model)
-        self._holders = {name: model.get_submodule(name) for name in self.containers}
-        self._of: dict[str, str] = {}  # the container of each module inside an expert
+        self.is_forcing = False
+        self._all_experts = all_experts
+        self._holders: dict[str, nn.Module] = {}
+        self._readers: dict[str, nn.Module] = {}
+        #: the container of each module inside an expert
+        self._container_of: dict[str, str] = {}
         for name, experts in self.containers.items():
+            holder = model.get_submodule(name)
+            self._holders[name] = holder
+            parent = model.get_submodule(name.rpartition(".")[0])
+            self._readers[name] = holder if isinstance(holder, LinearExperts) else parent
             for index, expert in enumerate(experts):
-                self._of |= dict.fromkeys(
-                    (n for n, _ in expert.named_modules(prefix=f"{name}.{index}".lstrip("."))), name
-                )
-        #: how many tokens the router sent to each expert since :meth:`attach`, by container; some on their device
-        self.tokens: dict[str, list[Any]] = {}
-        self._calls: dict[str, list[str]] = {}
-        self.is_forcing = False  # whether experts run on all tokens now
-        self._flattened = False
-        #: by kind of observer, inputs and outputs that wait for the other experts of their layer
-        self._waiting: dict[Hashable, dict[int, tuple[Observer, torch.Tensor, torch.Tensor | None]]] = {}
-        self._bytes = 0  # that wait
+                prefix = f"{name}.{index}".lstrip(".")
+                for module_name, _ in expert.named_modules(prefix=prefix):
+                    self._container_of[module_name] = name
+        #: for each call of an expert since its layer ran last, why it cannot run on all tokens; None: it can
+        self._faults_of_calls: dict[str, list[str | None]] = {}
+        self._is_flattened_by_batch = False
+        #: activations that wait, by kind of observer, dtype and channels, and then by the observer's id
+        self._waiting: dict[Hashable, dict[int, _Waiting]] = {}
+        self._waiting_bytes = 0
         if all_experts and not self.containers:
             raise CalibrationError(
                 "calibrate_all_experts, but no experts were found",
@@ -68,30 +92,38 @@ class ExpertWatch:
                 remedy="leave calibrate_all_experts out if the model has no experts.",
             )
 
-    def attach(self, session: CalibrationSession, stack: ExitStack) -> None:
-        """Register the hooks; ``stack`` removes them."""
-        self.tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
-        self._calls = {name: [] for name in self.containers}
-        stack.callback(self._forget)  # what waits when a call of the model fails
-        for name, experts in self.containers.items():
-            holder = self._holders[name]
-            if isinstance(holder, SortedExperts):
-                stack.enter_context(patch_attr(holder, "only_sent", True))
-            if isinstance(holder, LinearExperts):
-                ended = holder.register_forward_hook(lambda *_: self.observe_waiting())
-                stack.callback(keep_hook_out(holder, ended))
-            for index, expert in enumerate(experts):
-                count = partial(self._count, session, name, index)
-                stack.callback(keep_hook_out(expert, expert.register_forward_pre_hook(count, with_kwargs=True)))
-            if self._all:
-                outer = session.model.get_submodule(name.rpartition(".")[0])
-                reader = holder if isinstance(holder, LinearExperts) else outer
-                run = partial(self._run_all, session, name)
-                stack.callback(keep_hook_out(reader, reader.register_forward_hook(run, with_kwargs=True)))
+    def attach(self, calls: ObservedCalls, stack: ExitStack) -> None:
+        """Register the hooks that count tokens in ``calls``; ``stack`` removes them."""
+        calls.expert_tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
+        self._faults_of_calls = {name: [] for name in self.containers}
+        stack.callback(self._forget_waiting)  # after a call of the model that failed
+        for name in self.containers:
+            self._attach_layer(name, calls, stack)
 
-    def is_waiting(self, name: str) -> bool:
-        """Whether what a module reads may :meth:`wait`: inside an expert that a call of all experts runs."""
-        return isinstance(self._holders.get(self._of.get(name, "")), LinearExperts)
+    def _attach_layer(self, name: str, calls: ObservedCalls, stack: ExitStack) -> None:
+        """Register the hooks of the experts of one container."""
+        holder = self._holders[name]
+        if isinstance(holder, SortedExperts):
+            stack.enter_context(patch_attr(holder, "only_sent", True))
+        if isinstance(holder, LinearExperts):
+            handle = holder.register_forward_hook(lambda *_: self.observe_waiting())
+            stack.callback(keep_hook_out(holder, handle))
+        for index, expert in enumerate(self.containers[name]):
+            count = partial(self._count_tokens, calls, name, index)
+            handle = expert.register_forward_pre_hook(count, with_kwargs=True)
+            stack.callback(keep_hook_out(expert, handle))
+        if self._all_experts:
+            reader = self._readers[name]
+            run_all = partial(self._run_on_all_tokens, calls, name)
+            handle = reader.register_forward_hook(run_all, with_kwargs=True)
+            stack.callback(keep_hook_out(reader, handle))
+
+    # ------------------------------------------------------------------ activations that wait for other experts
+
+    def may_wait(self, name: str) -> bool:
+        """Whether this module's inputs may be batched with those of the layer's other experts."""
+        container = self._container_of.get(name, "")
+        return isinstance(self._holders.get(container), LinearExperts)
 
     def wait(
         self,
@@ -101,104 +133,131 @@ class ExpertWatch:
         mask: torch.Tensor | None,
         measured: dict[Hashable, Any],
     ) -> Sequence[Observer]:
-        """Keep a value for the observers that can see it together with the layer's other experts; returns the others.
+        """Keep an activation for the observers that can see it together with the layer's other experts.
 
-        Only on an accelerator, where a launch costs more than memory does: see :meth:`Observer.observe_segments`.
-        ``measured`` holds, by kind, the object that waits for all observers of one tensor.
+        Only on an accelerator, where a launch costs more than memory does: see :func:`.observe_segments`.
+
+        Args:
+            name: of a module that :meth:`may_wait`.
+            observers: of the activation.
+            value: the activation.
+            mask: the tokens of the batch that count.
+            measured: the statistics of the tensor that was read last. By kind of observer, it also holds the activation
+                that waits for all observers of that tensor, so that it waits once.
+
+        Returns:
+            The observers that have to observe the activation now.
         """
         if value.device.type == "cpu" or value.ndim != 2 or not value.numel():
             return observers
-        chosen = None if mask is None else self._chosen(mask, self._of[name])
-        able = [o for o in observers if o.takes_segments] if mask is None or chosen is not None else []
-        self._bytes += value.nbytes if able else 0
-        if self._bytes > _WAITING or any(id(observer) in kept for observer in able for kept in self._waiting.values()):
+        rows_that_count = None
+        if mask is not None:
+            rows_that_count = self._sent_rows_that_count(mask, self._container_of[name])
+            if rows_that_count is None:
+                return observers
+        waiting_observers = [observer for observer in observers if takes_segments(observer)]
+        if waiting_observers:
+            self._waiting_bytes += value.nbytes
+        if self._waiting_bytes > _MOST_WAITING_BYTES or any(map(self._is_waiting, waiting_observers)):
             self.observe_waiting()
-        for observer in able:
-            kept = self._waiting.setdefault((observer._kind, value.dtype, value.shape[1:]), {})
-            kept[id(observer)] = observer, *measured.setdefault((ExpertWatch, observer._kind), (value, chosen))
-        return [observer for observer in observers if observer not in able]
+        for observer in waiting_observers:
+            activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
+            shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
+            activations[id(observer)] = _Waiting(observer, *shared)
+        return [observer for observer in observers if observer not in waiting_observers]
 
-    def _forget(self) -> None:
-        self._waiting, self._bytes = {}, 0
+    def _is_waiting(self, observer: Observer) -> bool:
+        """Whether an activation waits for this observer already: it is called once more in one call of the layer."""
+        return any(id(observer) in activations for activations in self._waiting.values())
+
+    def _forget_waiting(self) -> None:
+        self._waiting = {}
+        self._waiting_bytes = 0
 
     def observe_waiting(self) -> None:
-        """Observe all values that wait."""
-        waiting, self._waiting, self._bytes = self._waiting, {}, 0
-        for kept in waiting.values():
-            observers, values, masks = zip(*kept.values(), strict=True)
-            seen = {id(value): (value, mask) for value, mask in zip(values, masks, strict=True)}
-            rows, lengths = torch.cat([value for value, _ in seen.values()]), [len(value) for value, _ in seen.values()]
-            if masks[0] is not None:
-                rows = take(rows, torch.cat([mask for _, mask in seen.values()]))
-                lengths = [int(mask.sum()) for _, mask in seen.values()]
-            numbers = {key: number for number, key in enumerate(seen)}
-            Observer.observe_segments(observers, rows, lengths, [numbers[id(value)] for value in values])
+        """Let all observers that wait observe their activations; called when all experts of a layer have run."""
+        waiting = self._waiting
+        self._forget_waiting()
+        for activations in waiting.values():
+            _observe_together(list(activations.values()))
+
+    # ------------------------------------------------------------------ which tokens count
 
     def is_forced(self, name: str) -> bool:
         """Whether the observers of a module take part only while experts run on all tokens."""
-        return self._all and name in self._of
+        return self._all_experts and name in self._container_of
 
     def select(
         self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection, layout: Layout
     ) -> torch.Tensor:
-        """The rows of an activation that count, also inside experts that got only some tokens."""
-        if name not in self._of or layout != "tokens":
+        """The rows of an activation that count, also inside experts that got only some tokens.
+
+        Args:
+            value: the activation.
+            mask: the tokens of the batch that count.
+            name: of the module.
+            selection: selects rows by the layout of ``value``.
+            layout: of ``value``, as far as it is known.
+        """
+        if name not in self._container_of or layout != "tokens":
             return selection.of(value, mask, name, layout)
-        chosen = self._chosen(mask, self._of[name])
-        if chosen is not None:
-            return take(value, chosen)
+        rows_that_count = self._sent_rows_that_count(mask, self._container_of[name])
+        if rows_that_count is not None:
+            return take(value, rows_that_count)
         if not self.is_forcing:
             return selection.of(value, mask, name, "routed")
-        return selection.of(value, mask, name, "flattened" if self._flattened else "tokens")
+        return selection.of(value, mask, name, "flattened" if self._is_flattened_by_batch else "tokens")
 
-    def _chosen(self, mask: torch.Tensor, container: str) -> torch.Tensor | None:
+    def _sent_rows_that_count(self, mask: torch.Tensor, container: str) -> torch.Tensor | None:
         """Which of the tokens that an expert was sent count, on the host; None if it is not known which were sent."""
         experts = self._holders[container]
         if not isinstance(experts, LinearExperts) or experts.rows is None:
             return None
-        of_tokens = _of_tokens(mask, experts.total)
-        return of_tokens.flatten()[experts.rows].bool() if experts.total == of_tokens.numel() else None
+        token_mask = _mask_of_tokens(mask, experts.total)
+        if experts.total != token_mask.numel():
+            return None
+        return token_mask.flatten()[experts.rows].bool()
 
-    def _count(
-        self, session: CalibrationSession, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
+    # ------------------------------------------------------------------ hooks
+
+    def _count_tokens(
+        self, calls: ObservedCalls, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        if self.is_forcing or session.is_paused or INSIDE in vars(module):
+        """Count the tokens of a call of one expert, before it runs."""
+        if self.is_forcing or calls.is_paused or is_inside_quantized(module):
             return
         value = first_input(args, kwargs)
-        given = [x for x in (*args, *kwargs.values()) if x is not None]
-        fits = value is not None and len(given) == 1 and value.is_floating_point()
-        self._calls[name].append("" if fits else f"expert {index} called with {len(given)} arguments")
-        if value is None:
-            return
-        number: Any = value.shape[:-1].numel()
-        if session.mask is not None:
-            chosen = self._chosen(session.mask, name)
-            mask = _of_tokens(session.mask, number) if chosen is None else chosen
-            if number == mask.numel():
-                number = mask.bool().sum()
-        self.tokens[name][index] = self.tokens[name][index] + number  # stays on the device
+        arguments = [argument for argument in (*args, *kwargs.values()) if argument is not None]
+        can_run_on_all = value is not None and len(arguments) == 1 and value.is_floating_point()
+        fault = None if can_run_on_all else f"expert {index} called with {len(arguments)} arguments"
+        self._faults_of_calls[name].append(fault)
+        if value is not None:
+            counts = calls.expert_tokens[name]
+            counts[index] = counts[index] + self._tokens_that_count(value, calls.mask, name)
 
-    def _run_all(
-        self, session: CalibrationSession, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
+    def _tokens_that_count(self, value: torch.Tensor, mask: torch.Tensor | None, name: str) -> Any:
+        """How many tokens of an expert's input count; with a mask, a tensor that stays on its device."""
+        tokens = value.shape[:-1].numel()
+        if mask is None:
+            return tokens
+        token_mask = self._sent_rows_that_count(mask, name)
+        if token_mask is None:
+            token_mask = _mask_of_tokens(mask, tokens)
+        return token_mask.bool().sum() if tokens == token_mask.numel() else tokens
+
+    def _run_on_all_tokens(
+        self, calls: ObservedCalls, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        if session.is_paused or INSIDE in vars(module):
+        """Run every expert of a layer on all tokens that the layer read, after its own forward."""
+        if calls.is_paused or is_inside_quantized(module):
             return
         tokens = first_input(args, kwargs)
-        calls, self._calls[name] = self._calls[name], []
-        wrong = sorted({call for call in calls if call})
-        if tokens is None or not tokens.is_floating_point():
-            wrong.append(f"{type(module).__name__} called without hidden states")
-        elif isinstance(module, SortedExperts):
-            wrong.append("tokens that are already multiplied by the router's weight for each expert")
-        elif not calls and tokens.numel():
-            wrong.append(f"{type(module).__name__} ran without calling any of them")
-        if wrong or tokens is None:
-            raise _cannot(name, wrong)
-        if not tokens.numel():
+        self._require_hidden_states(name, module, tokens)
+        if tokens is None or not tokens.numel():
             return
         # If rows are flattened already, or there are as many samples as tokens, only transformers' order is known.
-        apart = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
-        self._flattened = apart or isinstance(module, LinearExperts)
+        is_unambiguous = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
+        self._is_flattened_by_batch = is_unambiguous or isinstance(module, LinearExperts)
         tokens = tokens.detach().reshape(-1, tokens.shape[-1])
         devices = [tokens.device] if tokens.device.type == "cuda" else []
         with patch_attr(self, "is_forcing", True), torch.no_grad(), torch.random.fork_rng(devices=devices):
@@ -208,21 +267,62 @@ class ExpertWatch:
                 except torch.OutOfMemoryError:
                     raise
                 except (TypeError, RuntimeError) as error:
-                    raise _cannot(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
+                    raise _cannot_run(name, [f"expert {index} on {tuple(tokens.shape)}: {error}"]) from error
         self.observe_waiting()
 
+    def _require_hidden_states(self, name: str, module: nn.Module, tokens: torch.Tensor | None) -> None:
+        """Raise a CalibrationError for a layer that does not call each expert with some rows of its own input."""
+        faults_of_calls = self._faults_of_calls[name]
+        self._faults_of_calls[name] = []
+        faults = sorted({fault for fault in faults_of_calls if fault is not None})
+        if tokens is None or not tokens.is_floating_point():
+            faults.append(f"{type(module).__name__} called without hidden states")
+        elif isinstance(module, SortedExperts):
+            faults.append("tokens that are already multiplied by the router's weight for each expert")
+        elif not faults_of_calls and tokens.numel():
+            faults.append(f"{type(module).__name__} ran without calling any of them")
+        if faults:
+            raise _cannot_run(name, faults)
 
-def _of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
+
+def _observe_together(activations: Sequence[_Waiting]) -> None:
+    """Let observers of one kind observe the activations that wait for them, which are joined row by row.
+
+    The observers of one tensor share its rows; all activations have a mask, or none.
+    """
+    tensors: list[torch.Tensor] = []
+    masks: list[torch.Tensor] = []
+    number_of: dict[int, int] = {}
+    numbers = []
+    for activation in activations:
+        key = id(activation.value)
+        if key not in number_of:
+            number_of[key] = len(tensors)
+            tensors.append(activation.value)
+            if activation.rows_that_count is not None:
+                masks.append(activation.rows_that_count)
+        numbers.append(number_of[key])
+    rows = torch.cat(tensors)
+    lengths = [len(tensor) for tensor in tensors]
+    if masks:
+        rows = take(rows, torch.cat(masks))
+        lengths = [int(mask.sum()) for mask in masks]
+    observe_segments([activation.observer for activation in activations], rows, lengths, numbers)
+
+
+def _mask_of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
     """A mask of samples as a mask of their ``total`` tokens, if each has as many; any other mask as it is."""
-    divide = mask.ndim == 1 and len(mask) and total and total % len(mask) == 0
-    return mask.repeat_interleave(total // len(mask)) if divide else mask
+    is_of_samples = mask.ndim == 1
+    if not is_of_samples or not len(mask) or not total or total % len(mask):
+        return mask
+    return mask.repeat_interleave(total // len(mask))
 
 
-def _cannot(name: str, got: list[str]) -> CalibrationError:
+def _cannot_run(name: str, faults: list[str]) -> CalibrationError:
     return CalibrationError(
         "calibrate_all_experts cannot run these experts on all tokens",
         where=[name],
-        got="; ".join(got),
+        got="; ".join(faults),
         expected="a layer that reads (..., hidden) and calls its experts with one tensor (tokens, hidden) each",
         remedy="leave calibrate_all_experts out; for experts that no token reaches see on_missing.",
     )
@@ -239,44 +339,80 @@ def borrow_ranges(
 ) -> dict[Key, Observer]:
     """Stand-ins for the observers of experts that no data reached, if data reached their siblings.
 
-    Modules of a ``fused`` set borrow together, and their stand-ins are fused (:meth:`Observer.fuse`). That of an
-    activation has the union of the siblings' ranges for the same projection; that of a weight is its own observer.
+    A stand-in of an activation has the union of the siblings' ranges for the same projection; a weight keeps its own
+    observer. Modules of a fused set borrow together, and their stand-ins are fused.
+
+    Args:
+        observers: of the plan; they have the statistics of all ranks.
+        containers: the experts of each layer (:attr:`ExpertWatch.containers`).
+        fused: names of the modules of each fused set.
+        join_ranges: as of :meth:`Observer.fuse`.
     """
-    needing = [key for key, observer in observers.items() if observer.observes_data]
-    unreached = {name for name, base in needing if not observers[name, base].is_reached}
-    unreached |= {name for group in fused if unreached & set(group) for name in group}
-    borrowed: dict[Key, Observer] = {}
-    for name in sorted(unreached):
+    data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)}
+    stand_ins: dict[Key, Observer] = {}
+    for name in sorted(_unreached_modules(data_observers, fused)):
         siblings = _siblings(name, containers)
-        reached = {
-            base: [o for sibling in siblings if (o := observers.get((sibling, base))) is not None and o.is_reached]
-            for own, base in needing
-            if own == name
-        }
-        if all(reached.values()):
-            for base, others in reached.items():
-                own = observers[name, base]
-                borrowed[name, base] = own if base == "weight" else _union(own, others)
+        for base, reached in _reached_siblings(name, siblings, data_observers).items():
+            observer = observers[name, base]
+            stand_ins[name, base] = observer if base == "weight" else _union(observer, reached)
     for group in fused:
         for base in ("input", "output"):
-            Observer.fuse([borrowed[name, base] for name in group if (name, base) in borrowed], join_ranges)
-    return borrowed
+            fused_stand_ins = [stand_ins[name, base] for name in group if (name, base) in stand_ins]
+            Observer.fuse(fused_stand_ins, join_ranges)
+    return stand_ins
+
+
+def _unreached_modules(data_observers: Mapping[Key, Observer], fused: Sequence[Sequence[str]]) -> set[str]:
+    """Names of modules one of whose observers has no data, and of all modules that are fused with them."""
+    unreached = {name for (name, _), observer in data_observers.items() if not is_reached(observer)}
+    fused_with_them: set[str] = set()
+    for group in fused:
+        if unreached.intersection(group):
+            fused_with_them.update(group)
+    return unreached | fused_with_them
+
+
+def _reached_siblings(
+    name: str, siblings: Collection[str], data_observers: Mapping[Key, Observer]
+) -> dict[str, list[Observer]]:
+    """By base name of a module's observers, the siblings' observers that have data; empty if a base name has none."""
+    reached: dict[str, list[Observer]] = {}
+    for module_name, base in data_observers:
+        if module_name != name:
+            continue
+        reached[base] = []
+        for sibling in siblings:
+            observer = data_observers.get((sibling, base))
+            if observer is not None and is_reached(observer):
+                reached[base].append(observer)
+        if not reached[base]:
+            return {}
+    return reached
 
 
 def _siblings(name: str, containers: Mapping[str, Sequence[nn.Module]]) -> list[str]:
     """The same projection in the other experts of the innermost container that ``name`` is in."""
     for container in sorted(containers, key=len, reverse=True):
-        prefix, count = f"{container}." if container else "", len(containers[container])
-        index, *rest = name.removeprefix(prefix).split(".", 1)
-        if name.startswith(prefix) and index.isdecimal() and int(index) < count:
-            return [".".join([f"{prefix}{other}", *rest]) for other in range(count) if other != int(index)]
+        prefix = f"{container}." if container else ""
+        index, dot, projection = name.removeprefix(prefix).partition(".")
+        experts = len(containers[container])
+        if name.startswith(prefix) and index.isdecimal() and int(index) < experts:
+            return [f"{prefix}{other}{dot}{projection}" for other in range(experts) if other != int(index)]
     return []
 
 
-def _union(own: Observer, others: Sequence[Observer]) -> Observer:
-    stand_in = StaticMinMaxObserver(own.base_name, own.args.model_copy(update={"observer_kwargs": {}}))
-    stand_in.qparams_dtype = own.qparams_dtype
-    lows, highs = zip(*(other.get_min_max() for other in others), strict=True)
-    stand_in.min_vals = torch.stack([low.to(lows[0].device) for low in lows]).amin(0)
-    stand_in.max_vals = torch.stack([high.to(lows[0].device) for high in highs]).amax(0)
+def _union(observer: Observer, reached: Sequence[Observer]) -> Observer:
+    """A stand-in for an observer, with the smallest range that holds the ranges of the ``reached`` ones."""
+    args = observer.args.model_copy(update={"observer_kwargs": {}})
+    stand_in = StaticMinMaxObserver(observer.base_name, args)
+    stand_in.qparams_dtype = observer.qparams_dtype
+    lows = []
+    highs = []
+    for sibling in reached:
+        low, high = sibling.get_min_max()
+        lows.append(low)
+        highs.append(high)
+    device = lows[0].device
+    stand_in.min_vals = torch.stack([low.to(device) for low in lows]).amin(0)
+    stand_in.max_vals = torch.stack([high.to(device) for high in highs]).amax(0)
     return stand_in

@@ -3,155 +3,352 @@
 The ranks agree on which observers saw data, then each searches its share of the weights, then all get all ranges, and
 in the end they agree that all have written them. A rank that fails goes on with the collectives, so that none is left
 waiting, and all raise alike (:class:`.Stretch`).
+
+Scales of a large model take gigabytes in all. So each module's qparams are stored as soon as they are computed, written
+in place of the stored ones, and checked without a copy.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.rounding import WeightRounding, make_roundings
 from lightning_obs.calibration.unreached import left_in_float_without_data
-from lightning_obs.calibration.weights import Observe, ShardedWeights
+from lightning_obs.calibration.weight_rounding import make_roundings
+from lightning_obs.calibration.weight_search import WeightSearch
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
-from lightning_obs.files.tensors import Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
-from lightning_obs.numerics.many_tensors import all_finite, to_host
+from lightning_obs.model.offload import at_rest
+from lightning_obs.model.weight import reshard
+from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
-from lightning_obs.observers.by_inputs import settle_zero_inputs
+from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
+from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Stretch
-from lightning_obs.ranks.sync import share_weights, sync_statistics
+from lightning_obs.ranks.sync import Synced, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
 
 
 @at_rest()
 @torch.inference_mode(False)
 @torch.no_grad()
-def finalize(session: CalibrationSession, weights: bool, activations: bool) -> CalibrationResult:
-    """As :meth:`.CalibrationSession.finalize`. Every rank must call this; an error is raised on all of them.
+def finalize(observation: Observation, weights: bool = True, activations: bool = True) -> CalibrationResult:
+    """Turn the statistics of an observation into qparams on its modules. Every rank must call this.
 
     It can be called again, after the weights have changed: activations are reduced only once.
+
+    Args:
+        observation: of this rank.
+        weights: off: the weights are not observed, their qparams do not change.
+        activations: off: no data are required, the qparams of activations do not change.
+
+    Returns:
+        The result; its ``seconds`` are for the caller to add.
+
+    Raises:
+        CalibrationError: on every rank alike: no data for a static scheme, an observer that no data reached, NaN or
+            infinity in data or weights, a rank's failure. Qparams may have been written then; the caller restores the
+            earlier ones.
     """
-    collectives = session.collectives
-    stretch = Stretch(collectives)
-    shared = _Weights(session, {}, {})
-    tokens: dict[str, list[int]] = {}
-    with stretch:
-        reshard(session.model)
-        shared = _weights(session, weights)
-        tokens = {name: [int(count) for count in counts] for name, counts in session.experts.tokens.items()}
-        if activations and collectives.size == 1:
-            _bring_to_host(session.fed)  # else the ranks reduce them where they are
-    synced = sync_statistics(
-        session.fed if activations and session.unreached is None else {},
-        collectives,
-        weights=shared.sizes,
-        failure=stretch.failure,
-        note=tokens,
-    )
-    taken = synced.collectives
+    return _Finalization(observation, weights, activations).run()
 
-    stretch = Stretch(collectives, synced.failure)
-    borrowed: dict[Key, Observer] = {}
-    computed: dict[Key, QParamsDict] = {}
-    if activations:
-        with stretch:
-            _bring_to_host(session.fed)
-            borrowed = _stand_ins(session, synced.unreached)
-            computed = _compute(session, {**session.observers, **borrowed}, weights=False)
 
-    def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
-        # Inputs may be missing where on_missing allows it, and where only weights are finalized.
-        if key in borrowed or not activations:
-            observer.observe_without_inputs(weight)
-        else:
-            observer(weight)
+class _Finalization:
+    """The steps of :func:`finalize`, and what they hand on.
 
-    searched = [key for key in shared.modules if key[0] not in session.skipped]
-    with stretch:
-        _settle_zero_inputs({key: session.observers[key] for key in searched})
-    taken += shared.observe(searched, synced.owners, observe, stretch)
+    Between two collectives each rank works by itself, in a :class:`.Stretch`, which keeps a failure for the next
+    collective.
+    """
 
-    qparams: dict[str, dict[str, torch.Tensor]] = {}
-    with stretch:
-        if weights:
-            computed |= _compute(session, session.observers, weights=True)
-        qparams = _checked_qparams(session, computed, weights, activations)
-    if weights and any(observer.rounding is not None for observer in session.observers.values()):
-        stretch.agree()  # weights are gathered to be rounded, by all ranks or none
-        taken += 1 + _round(session, shared, searched, synced.owners, qparams, stretch)
-    with stretch:
-        write_all(session.plan, qparams)
-    with stretch:
-        if weights:  # else they may have been trained on since their scale was chosen
-            remember(session.model)  # called by all ranks: they add up the checksums of sharded weights
-    result: CalibrationResult | None = None
-    with stretch:
-        result = result_of(
-            session,
-            modules=list(qparams),
-            batches=session.batches,
-            measurements=session.measurements,
-            collectives=taken + 1 if collectives.size > 1 else 0,
-            seconds=time.perf_counter() - session.started,
-            qparams=on_host({n: {k: x for k, x in own.items() if k != ROUNDED} for n, own in qparams.items()}),
-            input_ranges=_observed_ranges(session.fed),
-            chosen_input_ranges=_chosen_ranges(session.observers),
-            skipped=sorted(session.skipped),
-            expert_tokens=_add_up(synced.notes),
-            fallback=sorted({name for name, _ in borrowed}),
+    def __init__(self, observation: Observation, weights: bool, activations: bool) -> None:
+        self.observation = observation
+        self.weights = weights
+        self.activations = activations
+        self.stretch = Stretch(observation.collectives)
+        #: how many collectives the steps so far took
+        self.collectives = 0
+        #: observers in place of those that no data reached
+        self.stand_ins: dict[Key, Observer] = {}
+        self.skipped = observation.skipped
+        #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
+        self.qparams: dict[str, dict[str, torch.Tensor]] = {}
+
+    def run(self) -> CalibrationResult:
+        observation = self.observation
+        observation.lacks_data = False
+        search = self._prepare_weights()
+        synced = self._reduce_ranks(search)
+        activation_qparams = self._compute_activations(synced)
+        searched = self._observe_weights(search, synced)
+        self._compute_and_check(activation_qparams)
+        self._round_weights(search, searched, synced)
+        self._write()
+        return self._agree_on_result(synced)
+
+    # ------------------------------------------------------------------ the steps
+
+    def _prepare_weights(self) -> WeightSearch:
+        """The weights to observe; their observers forget an earlier weight."""
+        observation = self.observation
+        search = self._weight_search({}, {})
+        with self.stretch:
+            reshard(observation.model)
+            modules: dict[Key, nn.Module] = {}
+            for target in observation.plan.targets:
+                key = (target.name, "weight")
+                if self.weights and key in observation.observers:
+                    modules[key] = target.module
+            search = self._weight_search(modules, observation.observers)
+            for key in modules:
+                observer = observation.observers[key]
+                observer.reset(keep=input_statistics(observer))
+        return search
+
+    def _weight_search(self, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer]) -> WeightSearch:
+        return WeightSearch(modules, observers, self.observation.collectives, self.observation.progress)
+
+    def _reduce_ranks(self, search: WeightSearch) -> Synced:
+        """Reduce the statistics of activations over ranks, and share out the weights."""
+        observation = self.observation
+        expert_tokens: dict[str, list[int]] = {}
+        with self.stretch:
+            for name, counts in observation.calls.expert_tokens.items():
+                expert_tokens[name] = [int(count) for count in counts]
+            if self.activations and observation.collectives.size == 1:
+                _bring_to_host(observation.data_observers)  # else the ranks reduce them where they are
+        is_due = self.activations and observation.unreached is None
+        synced = sync_statistics(
+            observation.data_observers if is_due else {},
+            observation.collectives,
+            weights=search.sizes,
+            failure=self.stretch.failure,
+            note=expert_tokens,
         )
-    stretch.agree()
-    assert result is not None
-    return result
+        self.collectives += synced.collectives
+        self.stretch = Stretch(observation.collectives, synced.failure)
+        return synced
+
+    def _compute_activations(self, synced: Synced) -> dict[Key, QParamsDict]:
+        """Find the modules that no data reached, and compute the qparams of the others' activations."""
+        observation = self.observation
+        computed: dict[Key, QParamsDict] = {}
+        if not self.activations:
+            return computed
+        with self.stretch:
+            _bring_to_host(observation.data_observers)
+            if observation.unreached is None:
+                observation.unreached = synced.unreached
+            self.stand_ins = _stand_ins(observation)
+            without_ranges = set(observation.unreached) - self.stand_ins.keys()
+            self.skipped = left_in_float_without_data(observation, without_ranges)
+            for key, observer in {**observation.observers, **self.stand_ins}.items():
+                name, base = key
+                if base != "weight" and name not in self.skipped:
+                    computed[key] = _qparams_from(observer, key)
+        return computed
+
+    def _observe_weights(self, search: WeightSearch, synced: Synced) -> list[Key]:
+        """Let every rank observe its share of the weights; returns the keys of all weights that are observed."""
+        observers = self.observation.observers
+        searched = [key for key in search.modules if key[0] not in self.skipped]
+        with self.stretch:
+            _settle_zero_inputs({key: observers[key] for key in searched})
+
+        def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
+            # Inputs may be missing where on_missing allows it, and where only weights are finalized.
+            if key in self.stand_ins or not self.activations:
+                observe_without_inputs(observer, weight)
+            else:
+                observer(weight)
+
+        self.collectives += search.observe(searched, synced.owners, observe, self.stretch)
+        return searched
+
+    def _compute_and_check(self, activation_qparams: Mapping[Key, QParamsDict]) -> None:
+        """Compute the qparams of all modules as they will be stored; an error names those that cannot be stored."""
+        with self.stretch:
+            for target in self.observation.plan.targets:
+                if target.name not in self.skipped:
+                    qparams = self._qparams_of(target, activation_qparams)
+                    self.qparams[target.name] = as_stored(target.module, qparams)
+            _check_scales(self.qparams, self.observation.observers)
+            _check_heads(self.observation.plan.targets, self.qparams)
+
+    def _qparams_of(
+        self, target: PlannedModule, activation_qparams: Mapping[Key, QParamsDict]
+    ) -> dict[str, torch.Tensor]:
+        """``{"weight_scale": ...}`` of one module: new ones, and those on the module where they do not change."""
+        qparams: dict[str, torch.Tensor] = {}
+        for base_name, args in target.args.items():
+            key = (target.name, base_name)
+            is_new = self.weights if base_name == "weight" else self.activations
+            if not is_new:
+                for name, value in read_qparams(target.module).items():
+                    if name.startswith(f"{base_name}_"):
+                        qparams[name] = value
+                continue
+            computed = activation_qparams.get(key)
+            if base_name == "weight" and key in self.observation.observers:
+                computed = _qparams_from(self.observation.observers[key], key)
+            if computed is None:  # quantized dynamically
+                continue
+            global_scale = computed.get("global_scale")
+            if global_scale is not None:
+                qparams[f"{base_name}_global_scale"] = global_scale
+            if args.dynamic is False:
+                qparams[f"{base_name}_scale"] = computed["scale"]
+                if not args.symmetric:
+                    qparams[f"{base_name}_zero_point"] = computed["zero_point"]
+        return qparams
+
+    def _round_weights(self, search: WeightSearch, searched: Sequence[Key], synced: Synced) -> None:
+        """Add the rounded weights to the qparams, where rounding is asked for."""
+        observation = self.observation
+        is_asked_for = any(observer.rounding is not None for observer in observation.observers.values())
+        if not (self.weights and is_asked_for):
+            return
+        self.stretch.agree()  # weights are gathered to be rounded, by all ranks or none
+        self.collectives += 1
+        rounded_search = self._weight_search({}, {})
+        roundings: dict[Key, Any] = {}
+        with self.stretch:
+            weight_observers = {key: observation.observers[key] for key in searched}
+            roundings = dict(make_roundings(weight_observers, observation.data_observers, self.qparams))
+            modules = {key: search.modules[key] for key in roundings}
+            rounded_search = self._weight_search(modules, roundings)
+
+        def observe(_: Key, rounding: Observer, weight: torch.Tensor) -> None:
+            rounding(weight)
+
+        self.collectives += rounded_search.observe(list(roundings), synced.owners, observe, self.stretch)
+        with self.stretch:
+            for (name, _), rounding in roundings.items():
+                self.qparams[name][ROUNDED] = rounding.rounded
+
+    def _write(self) -> None:
+        """Write the qparams to the modules, and remember the weights that they belong to."""
+        with self.stretch:
+            write_all(self.observation.plan, self.qparams)
+        with self.stretch:
+            if self.weights:  # else they may have been trained on since their scale was chosen
+                remember(self.observation.model)  # called by all ranks: they add up the checksums of sharded weights
+
+    def _agree_on_result(self, synced: Synced) -> CalibrationResult:
+        """The result, once all ranks have written their qparams."""
+        observation = self.observation
+        result: CalibrationResult | None = None
+        with self.stretch:
+            result = result_of(observation, self.skipped)
+            result.modules = list(self.qparams)
+            result.batches = observation.calls.batches
+            result.measurements = observation.calls.measurements
+            result.collectives = self.collectives + 1 if observation.collectives.size > 1 else 0
+            result.qparams = on_host(self._qparams_for_result())
+            result.input_ranges = _observed_ranges(observation.data_observers)
+            result.chosen_input_ranges = _chosen_ranges(observation.observers)
+            result.skipped = sorted(self.skipped)
+            result.expert_tokens = _add_counts(synced.notes)
+            result.fallback = sorted({name for name, _ in self.stand_ins})
+        self.stretch.agree()
+        assert result is not None
+        observation.skipped = self.skipped
+        return result
+
+    def _qparams_for_result(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The qparams without rounded weights, which are as large as the weights."""
+        qparams = {}
+        for name, of_module in self.qparams.items():
+            qparams[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
+        return qparams
 
 
-def _checked_qparams(
-    session: CalibrationSession, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
-) -> dict[str, dict[str, torch.Tensor]]:
-    """The qparams of all modules that are not skipped, as they will be stored; an error names those that cannot be."""
-    left = [target for target in session.plan.targets if target.name not in session.skipped]
-    qparams = {t.name: as_stored(t.module, _qparams_of(t, computed, weights, activations)) for t in left}
-    signed = {f"{name}.{base}_scale" for (name, base), observer in session.observers.items() if observer.signed}
-    _check_scales(qparams, signed)
-    _check_heads(left, qparams)
-    return qparams
+def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:
+    """The result of a calibration as far as it follows from the plan.
+
+    Args:
+        observation: has the plan.
+        skipped: names of modules that are left in full precision.
+    """
+    return CalibrationResult(
+        scheme=observation.options.label,
+        modules=[target.name for target in observation.plan.targets],
+        observers=len(observation.observers),
+        fused=observation.inseparable,
+        left_out=observation.plan.left_out,
+        in_float=shares_in_float(observation.model, observation.plan.targets, skipped),
+        engines=observation.engines,
+        ranks=observation.collectives.size,
+    )
 
 
-def _round(
-    session: CalibrationSession,
-    shared: _Weights,
-    searched: Sequence[Key],
-    owners: Mapping[Key, int],
-    qparams: dict[str, dict[str, torch.Tensor]],
-    stretch: Stretch,
-) -> int:
-    """Add the rounded weights to ``qparams``; returns how many collectives that took."""
-    roundings: dict[Key, WeightRounding] = {}
-    again = _Weights(session, {}, {})
-    with stretch:
-        roundings = make_roundings({key: session.observers[key] for key in searched}, session.fed, qparams)
-        again = _Weights(session, {key: shared.modules[key] for key in roundings}, roundings)
-    taken = again.observe(list(roundings), owners, lambda _, rounding, weight: rounding(weight), stretch)
-    with stretch:
-        for (name, _), rounding in roundings.items():
-            qparams[name][ROUNDED] = rounding.rounded
-    return taken
+def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
+    """Warn of experts that no token reached, and that were quantized all the same."""
+    if result.fallback:
+        warn(
+            f"no token reached these modules; their activations have the range of the layer's other experts: "
+            f"{name_list(result.fallback)}"
+        )
+
+
+def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
+    """Write the qparams of a plan; modules without any are left without.
+
+    Args:
+        plan: its modules are written to.
+        qparams: ``{"layer": {"weight_scale": tensor}}``. Afterwards it holds the tensors of the modules, which are
+            copies, and no others: all scales of a model take gigabytes.
+    """
+    for target in plan.targets:
+        if target.name in qparams:
+            write_qparams(target.module, target.scheme, qparams[target.name])
+            written = read_qparams(target.module)
+            qparams[target.name] = {key: written[key] for key in qparams[target.name]}
+        else:  # qparams of an earlier calibration would pass for this one's
+            clear_qparams(target.module)
+
+
+def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Qparams ``{"layer": {"weight_scale": tensor}}`` as ``{"layer.weight_scale": tensor}``, copies on the CPU."""
+    by_full_name: dict[str, torch.Tensor] = {}
+    for name, of_module in qparams.items():
+        for key, value in of_module.items():
+            by_full_name[f"{name}.{key}"] = value
+    return dict(zip(by_full_name, to_host(list(by_full_name.values())), strict=True))
+
+
+# ---------------------------------------------------------------------- statistics of activations
+
+
+def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
+    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now."""
+    places: list[tuple[Observer, str]] = []
+    tensors: list[torch.Tensor] = []
+    for observer in observers.values():
+        if observer.base_name == "weight" or not observer._declares_all:
+            continue
+        for name, value in observer.get_statistics().items():
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                places.append((observer, name))
+                tensors.append(value)
+    for (observer, name), value in zip(places, to_host(tensors), strict=True):
+        setattr(observer, name, value)
+
+
+def _stand_ins(observation: Observation) -> dict[Key, Observer]:
+    """Observers in place of those of experts that no data reached, if ``on_missing`` allows it."""
+    if not observation.unreached or observation.options.on_missing != "siblings":
+        return {}
+    join_ranges = observation.options.join_fused_scales
+    return borrow_ranges(observation.observers, observation.experts.containers, observation.plan.fused, join_ranges)
 
 
 def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
@@ -165,183 +362,57 @@ def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
         )
 
 
-def result_of(session: CalibrationSession, **found: Any) -> CalibrationResult:
-    """The result of a session: the facts of its plan, and the ``found`` ones."""
-    planned = {
-        "scheme": session.label,
-        "modules": [target.name for target in session.plan.targets],
-        "observers": len(session.observers),
-        "fused": session.together,
-        "left_out": session.plan.left_out,
-        "in_float": shares_in_float(session.model, session.plan.targets, session.skipped),
-        "engines": session.engines,
-        "ranks": session.collectives.size,
-    }
-    return CalibrationResult(**{**planned, **found})
-
-
-class _Weights:
-    """The weights of ``modules``, shared out over ranks, and their observers; refused where they cannot be read."""
-
-    def __init__(
-        self, session: CalibrationSession, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer]
-    ) -> None:
-        self.modules, self._observers = modules, observers
-        self._collectives, self._progress = session.collectives, session.progress
-        refuse(
-            [name for (name, _), m in modules.items() if m.weight.is_meta and not is_offloaded(m)],
-            "the weight is not materialized (meta device)",
-            remedy="load it first.",
-        )
-        shapes, sharded = {key: place_of(module).shape for key, module in modules.items()}, None
-        if any(place_of(module).groups for module in modules.values()):
-            sharded = ShardedWeights(modules, observers, self._collectives)
-        self._sharded = sharded
-        #: the number of elements of each weight
-        self.sizes = {key: shape.numel() for key, shape in shapes.items()}
-
-    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
-        """As :meth:`.ShardedWeights.observe`, whether weights are sharded or not; progress is told."""
-        ranks, rank = self._collectives.size, self._collectives.rank
-        if self._progress is not None:
-            mine = {key: size for key, size in self.sizes.items() if owners.get(key) == rank}
-            weights: dict[Key, Any] = {key: self.modules[key].weight for key in mine.keys() & set(keys)}
-            tally = Tally(sum(mine[key] * weight.itemsize for key, weight in weights.items()), self._progress)
-            observe = partial(_tell, observe, tally, ranks)
-        if self._sharded is not None:
-            return self._sharded.observe(keys, owners, observe, stretch)
-
-        def search(key: Key) -> None:
-            with onloaded(self.modules[key]):
-                matrix = whole_matrix(self.modules[key])
-                assert matrix is not None  # a plan has no weight without a matrix
-                observe(key, self._observers[key], matrix)
-
-        own = {key: self._observers[key] for key in keys}
-        shared = share_weights(own, owners, search, self._collectives, stretch.failure)
-        if shared.failure is not None:
-            stretch.keep(shared.failure)
-        return shared.collectives
-
-
-def _tell(observe: Observe, tally: Tally, ranks: int, key: Key, observer: Observer, weight: torch.Tensor) -> None:
-    observe(key, observer, weight)
-    tally.add(key[0] if ranks == 1 else f"{key[0]} (this rank's share)", weight.nbytes)
-
-
-def _weights(session: CalibrationSession, wanted: bool) -> _Weights:
-    """The weights to observe, and their observers without statistics of an earlier weight."""
-    observers = session.observers
-    modules: dict[Key, nn.Module] = {}
-    for target in session.plan.targets:
-        key = (target.name, "weight")
-        if wanted and key in observers:
-            modules[key] = target.module
-    shared = _Weights(session, modules, observers)
-    for key in modules:
-        observers[key].reset(keep=observers[key].input_statistics)
-    return shared
-
-
-def write_all(plan: Plan, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    """Write the qparams ``{"layer": {"weight_scale": tensor}}`` of a plan; modules without any are left without."""
-    for target in plan.targets:
-        if target.name in qparams:
-            write_qparams(target.module, target.scheme, qparams[target.name])
-        else:  # qparams of an earlier calibration would pass for this one's
-            clear_qparams(target.module)
-
-
-def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Qparams ``{"layer": {"weight_scale": tensor}}`` as ``{"layer.weight_scale": tensor}``, on the CPU."""
-    flat = {f"{name}.{key}": value for name, found in qparams.items() for key, value in found.items()}
-    return dict(zip(flat, to_host(list(flat.values())), strict=True))
-
-
-def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
-    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now."""
-    own = [o for o in observers.values() if o.base_name != "weight" and o._declares_all]
-    all_found = [(o, name, x) for o in own for name, x in o.get_statistics().items() if isinstance(x, torch.Tensor)]
-    found = [one for one in all_found if one[2].device.type != "cpu"]
-    for (observer, name, _), value in zip(found, to_host([x for *_, x in found]), strict=True):
-        setattr(observer, name, value)
-
-
-# ---------------------------------------------------------------------- modules that no data reached
-
-
-def _stand_ins(session: CalibrationSession, unreached: list[Key]) -> dict[Key, Observer]:
-    """Observers in the place of those that no data reached; modules without one are skipped from now on."""
-    if session.unreached is None:
-        session.unreached = unreached
-    borrowed: dict[Key, Observer] = {}
-    if session.unreached and session.options.on_missing == "siblings":
-        join = session.options.join_fused_scales
-        borrowed = borrow_ranges(session.observers, session.experts.containers, session.plan.fused, join)
-    session.skipped = left_in_float_without_data(session, set(session.unreached) - borrowed.keys())
-    return borrowed
-
-
 # ---------------------------------------------------------------------- qparams
 
 
-def _compute(session: CalibrationSession, observers: Mapping[Key, Observer], weights: bool) -> dict[Key, QParamsDict]:
-    """The qparams of weights, or of activations, whose module is not skipped. An error names the module."""
-    computed: dict[Key, QParamsDict] = {}
-    for key, observer in observers.items():
-        if key[0] not in session.skipped and (key[1] == "weight") == weights:
-            try:
-                computed[key] = observer.get_qparams()
-            except Exception as error:
-                raise sendable(error, key) from error
-    return computed
+def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
+    """An observer's qparams; an error names its module."""
+    try:
+        return observer.get_qparams()
+    except Exception as error:
+        raise sendable(error, key) from error
 
 
-def _qparams_of(
-    target: PlannedModule, computed: Mapping[Key, QParamsDict], weights: bool, activations: bool
-) -> dict[str, torch.Tensor]:
-    """``{"weight_scale": ...}`` of one module: the computed ones, and the rest as it is on the module."""
-    found: dict[str, torch.Tensor] = {}
-    for base_name, args in target.args.items():
-        if not (weights if base_name == "weight" else activations):
-            found |= {k: x for k, x in read_qparams(target.module).items() if k.startswith(f"{base_name}_")}
-        elif qparams := computed.get((target.name, base_name)):
-            global_scale = qparams.get("global_scale")
-            if global_scale is not None:
-                found[f"{base_name}_global_scale"] = global_scale
-            if args.dynamic is False:
-                found[f"{base_name}_scale"] = qparams["scale"]
-                if not args.symmetric:
-                    found[f"{base_name}_zero_point"] = qparams["zero_point"]
-    return found
-
-
-def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], signed: Collection[str]) -> None:
+def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: Mapping[Key, Observer]) -> None:
     """Raise a CalibrationError that names every scale, as stored, that is not finite and positive.
 
-    A positive float32 may be zero in float16. Scales named in ``signed`` may be negative.
+    A positive float32 may be zero in float16. Scales of signed observers may be negative.
     """
-    scales = {f"{n}.{key}": x for n, values in qparams.items() for key, x in values.items() if key.endswith("scale")}
-    scales |= {key: scales[key].abs() for key in signed if key in scales}
-    logs = {f"{key} ({str(x.dtype).removeprefix('torch.')})": x.log() for key, x in scales.items()}
-    if not all_finite(logs.values()):  # one question for all of them: nearly always all are
-        raise CalibrationError(
-            "scales are not finite and positive",
-            where=[key for key, log in logs.items() if not all_finite([log])],
-            remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
-            "load the model in bfloat16 or float32, or list these modules in `ignore`.",
-        )
+    may_be_negative = {f"{name}.{base}_scale" for (name, base), observer in observers.items() if observer.signed}
+    scales: dict[str, torch.Tensor] = {}
+    for name, of_module in qparams.items():
+        for key, value in of_module.items():
+            if key.endswith("scale"):
+                scales[f"{name}.{key}"] = value
+    signed = [scale for name, scale in scales.items() if name in may_be_negative]
+    unsigned = [scale for name, scale in scales.items() if name not in may_be_negative]
+    # One question for all of them: nearly always all are positive.
+    if all_positive(unsigned) and all_positive(signed, absolute=True):
+        return
+    names = []
+    for name, scale in scales.items():
+        if not all_positive([scale], absolute=name in may_be_negative):
+            names.append(f"{name} ({str(scale.dtype).removeprefix('torch.')})")
+    raise CalibrationError(
+        "scales are not finite and positive",
+        where=names,
+        remedy="look at the observer's range. Scales are stored in the weight's dtype; where it is too narrow, "
+        "load the model in bfloat16 or float32, or list these modules in `ignore`.",
+    )
 
 
-def _check_heads(targets: Sequence[PlannedModule], qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
     """Raise a CalibrationError where scales per head do not fit the config, from which a checkpoint is loaded."""
-    shapes = {(t.name, key): x for t in targets for base in t.states for key, x in expected_shapes(t, base).items()}
+    misfits = []
+    for target in targets:
+        of_module = qparams.get(target.name, {})
+        for base in target.states:
+            for key, shape in expected_shapes(target, base).items():
+                value = of_module.get(key)
+                if value is not None and value.shape != shape:
+                    misfits.append(f"{target.name}.{key} {tuple(value.shape)} instead of {shape}")
     refuse(
-        [
-            f"{name}.{key} {tuple(found.shape)} instead of {shape}"
-            for (name, key), shape in shapes.items()
-            if (found := qparams[name].get(key)) is not None and found.shape != shape
-        ],
+        misfits,
         "attention has other heads than the config says, so the checkpoint would not load",
         remedy="one scale per tensor (kv_cache='FP8').",
     )
@@ -351,17 +422,29 @@ def _check_heads(targets: Sequence[PlannedModule], qparams: Mapping[str, Mapping
 
 
 def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    inputs = {name: o for (name, _), o in observers.items() if o.base_name == "input" and o.keeps_extremes}
-    return {name: (float(o.min_vals.min()), float(o.max_vals.max())) for name, o in inputs.items() if o.has_statistics}
+    """The smallest and largest input of each module whose observer, or helper observer, keeps them."""
+    ranges = {}
+    for (name, _), observer in observers.items():
+        if observer.base_name == "input" and observer.keeps_extremes and observer.has_statistics:
+            ranges[name] = (float(observer.min_vals.min()), float(observer.max_vals.max()))
+    return ranges
 
 
 def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    inputs = {name: o for (name, base), o in observers.items() if base == "input" and o.has_statistics}
-    ranges = {name: observer.get_min_max() for name, observer in inputs.items()}
-    return {name: (float(low.min()), float(high.max())) for name, (low, high) in ranges.items()}
+    """The range that each module's input scale was computed from."""
+    ranges = {}
+    for (name, base), observer in observers.items():
+        if base == "input" and observer.has_statistics:
+            low, high = observer.get_min_max()
+            ranges[name] = (float(low.min()), float(high.max()))
+    return ranges
 
 
-def _add_up(counts: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Tokens of each expert, over all ranks."""
-    names = dict.fromkeys(name for of_rank in counts for name in of_rank)
-    return {name: [sum(each) for each in zip(*(c[name] for c in counts if name in c), strict=True)] for name in names}
+    totals: dict[str, list[int]] = {}
+    for counts_by_name in counts_of_ranks:
+        for name, counts in counts_by_name.items():
+            earlier = totals.get(name, [0] * len(counts))
+            totals[name] = [total + count for total, count in zip(earlier, counts, strict=True)]
+    return totals

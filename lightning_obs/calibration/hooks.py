@@ -9,149 +9,269 @@ fused set share, within one batch, since engines run them as one module that rea
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
+from lightning_obs.calibration.model_calls import ModelCalls
+from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
 from lightning_obs.calibration.token_mask import Layout, TokenSelection
+from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.quantized_forward import INSIDE
+from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared
 from lightning_obs.schemes.planned_modules import PlannedModule
-
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
-
-#: base names of second observers
-RANGE, HESSIAN, GRADIENTS = "input range", "weight by its inputs", "weight by the gradients at its outputs"
-
-
-@dataclass
-class Read:
-    """The tensor that was read last, its tokens that count, and the statistics measured in them."""
-
-    tensor: Callable[[], torch.Tensor | None] | None = None
-    stamp: Hashable = None  # changes with the tensor
-    tokens: torch.Tensor | None = None  # not selected yet
-    measured: dict[Hashable, Any] = field(default_factory=dict)  # by the observers' kind
-
-    def forget(self) -> None:
-        """Forget the tensor and its statistics."""
-        vars(self).update(vars(Read()))
-
-    def see(self, tensor: torch.Tensor, stamp: Hashable) -> None:
-        """Keep the statistics if the tensor was read last and has not changed; else begin with this tensor."""
-        if self.tensor is None or self.tensor() is not tensor or self.stamp != stamp:
-            vars(self).update(vars(Read(weakref.ref(tensor), stamp)))
 
 
 class ObserverHooks:
-    """The hooks of a session, from :meth:`attach` until its stack is closed."""
+    """The hooks that fill the record of an observation, from :meth:`attach` to :meth:`detach`.
 
-    def __init__(self, session: CalibrationSession) -> None:
-        self._session = session
-        self._selection = TokenSelection(batch_first=is_transformers_model(session.model))
-        self._fused = {name: tuple(fused) for fused in session.plan.fused for name in fused}
+    Args:
+        observation: the record.
+        token_mask: name of the model's argument that is nonzero for tokens that count; None: none.
+    """
 
-    def attach(self, stack: ExitStack) -> None:
-        """Register all hooks; ``stack`` removes them."""
-        targets = self._session.plan.targets
+    def __init__(self, observation: Observation, token_mask: str | None = None) -> None:
+        self.calls = ModelCalls(observation, token_mask)
+        self._observation = observation
+        self._attached: ExitStack | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is not attached."""
+        return {**vars(self), "_attached": None}
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether hooks are on the model."""
+        return self._attached is not None
+
+    def attach(self, count_calls: bool) -> None:
+        """Register all hooks.
+
+        Args:
+            count_calls: count calls of the model as batches.
+
+        Raises:
+            CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.
+        """
+        observation = self._observation
+        token_weights = TokenWeights(observation) if observation.weighed_modules else None
+        with ExitStack() as stack:
+            self._attach_modules(token_weights, stack)
+            self.calls.attach(token_weights, count_calls, stack)
+            self._attached = stack.pop_all()
+
+    def detach(self) -> None:
+        """Remove all hooks. Can be called at any time, any number of times."""
+        attached = self._attached
+        self._attached = None
+        self._observation.calls.mask = None
+        if attached is not None:
+            self._observation.calls.cache.forget()
+            attached.close()
+
+    def _attach_modules(self, token_weights: TokenWeights | None, stack: ExitStack) -> None:
+        """Register the hooks of all planned modules, attention modules and experts."""
+        observation = self._observation
+        targets = observation.plan.targets
         stack.enter_context(run_eagerly())
         states = {target.module: target.states for target in targets if target.states}
-        stack.enter_context(hooked_attention(self._session.model, states))
-        self._session.experts.attach(self._session, stack)
+        stack.enter_context(hooked_attention(observation.model, states))
+        observation.experts.attach(observation.calls, stack)
+        readers = _Readers(observation, token_weights)
         for target in targets:
             for base_name in target.states:
-                observe = self._observation(target, [self._session.fed[target.name, base_name]])
+                observe = _ActivationHook(readers, target, self._observers_of(target, [base_name]))
                 stack.callback(register_state_hook(target.module, base_name, observe))
-            for owner, handle in self._hooked(target):
-                stack.callback(keep_hook_out(owner, handle))
+            self._attach_inputs(target, readers, stack)
+            self._attach_outputs(target, readers, stack)
 
-    def _hooked(self, target: PlannedModule) -> Iterator[tuple[nn.Module, RemovableHandle]]:
-        """Register the hooks of one module; each is given with the module that holds it."""
-        module = target.module
-        inputs, of_weight, outputs = (
-            [fed for base in bases if (fed := self._session.fed.get((target.name, base))) is not None]
-            for bases in (("input", RANGE), ("weight", HESSIAN), ("output",))
-        )
-        if inputs or of_weight:
-            read = self._observation(target, inputs, of_weight)
-            reading = module.register_forward_pre_hook(
-                lambda _, args, kw: read((*args, *kw.values())), with_kwargs=True
+    def _attach_inputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
+        """Observe the inputs of a module, for its input's scale and for its weight."""
+        input_observers = self._observers_of(target, ["input", RANGE])
+        weight_observers = self._observers_of(target, ["weight", HESSIAN])
+        if not input_observers and not weight_observers:
+            return
+        observe = _ActivationHook(readers, target, input_observers, weight_observers)
+
+        def observe_arguments(_: nn.Module, args: Any, kwargs: Any) -> None:
+            observe((*args, *kwargs.values()))
+
+        handle = target.module.register_forward_pre_hook(observe_arguments, with_kwargs=True)
+        stack.callback(keep_hook_out(target.module, handle))
+
+    def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
+        """Observe the outputs of a module."""
+        observers = self._observers_of(target, ["output"])
+        if observers:
+            _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
+
+    def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
+        """The observers of a module that data reach, in the order of the base names."""
+        observers = []
+        for base_name in base_names:
+            observer = self._observation.data_observers.get((target.name, base_name))
+            if observer is not None:
+                observers.append(observer)
+        return observers
+
+
+class _Readers:
+    """The objects that the hooks of all modules share.
+
+    Attributes:
+        calls: the calls of the model; the hooks count measurements in it.
+        experts: the model's experts.
+        selection: removes padding.
+        fused_sets: by module name, the fused set that it is in.
+        token_weights: how much each token counts for a weight; None: all count alike.
+    """
+
+    def __init__(self, observation: Observation, token_weights: TokenWeights | None) -> None:
+        self.calls = observation.calls
+        self.experts = observation.experts
+        self.selection = TokenSelection(batch_first=is_transformers_model(observation.model))
+        self.fused_sets = fused_sets_by_module(observation.plan)
+        self.token_weights = token_weights
+
+
+class _ActivationHook:
+    """Gives the inputs, the outputs, or a state of attention of one module to its observers.
+
+    Args:
+        readers: shared with the hooks of all modules.
+        target: the module.
+        observers: of the activation.
+        weight_observers: observe the activation for the module's weight.
+    """
+
+    def __init__(
+        self,
+        readers: _Readers,
+        target: PlannedModule,
+        observers: Sequence[Observer],
+        weight_observers: Sequence[Observer] = (),
+    ) -> None:
+        self._calls = readers.calls
+        self._experts = readers.experts
+        self._selection = readers.selection
+        self._target = target
+        self._observers = observers
+        self._weight_observers = weight_observers
+        self._is_forced = readers.experts.is_forced(target.name)
+        self._may_wait = readers.experts.may_wait(target.name)
+        #: the same for all modules of a fused set, which read one tensor
+        self._reader: Hashable = readers.fused_sets.get(target.name, target.name)
+        token_weights = readers.token_weights
+        weighs_tokens = token_weights is not None and target.name in token_weights.modules
+        self._token_weights = token_weights if weighs_tokens and weight_observers else None
+
+    def __call__(self, value: Any) -> None:
+        """Observe a value that the module was given or returned; of a tuple, the first tensor."""
+        if self._ignores_this_call():
+            return
+        tensor = _first_tensor(value)
+        if tensor is None:
+            return
+        self._require_floating_point(tensor)
+        tokens = tensor
+        if self._calls.mask is not None and not self._target.states:
+            tokens = tokens_of(self._target.module, tensor)
+        cache = self._calls.cache
+        cache.read(tokens, self._stamp(tokens))
+        measurements_before = len(cache.measured)
+        self._observe(tokens.detach(), tensor, self._layout(is_unchanged=tokens is tensor))
+        self._calls.measurements += len(cache.measured) - measurements_before
+
+    def _ignores_this_call(self) -> bool:
+        if self._calls.is_paused or is_inside_quantized(self._target.module):
+            return True
+        if self._is_forced and not self._experts.is_forcing:
+            return True
+        # In backward, activation checkpointing calls modules again with data already seen.
+        return torch._C._current_graph_task_id() != -1
+
+    def _require_floating_point(self, tensor: torch.Tensor) -> None:
+        if not tensor.is_floating_point() or tensor.itemsize == 1:
+            raise CalibrationError(
+                "only floating point values can be observed",
+                where=[self._target.name],
+                got=str(tensor.dtype).removeprefix("torch."),
+                expected="float64, float32, float16 or bfloat16",
+                remedy="list the module in `ignore`, or quantize only its weight.",
             )
-            yield module, reading
-        if outputs:
-            written = self._observation(target, outputs)
-            yield from _output_hooks(module, written)
 
-    def _observation(
-        self, target: PlannedModule, observers: list[Observer], of_weight: Sequence[Observer] = ()
-    ) -> Callable[[Any], None]:
-        """A function that gives a value to the observers of a module; of a tuple, the first tensor."""
-        session, experts, module, name = self._session, self._session.experts, target.module, target.name
-        is_forced, waits = experts.is_forced(name), experts.is_waiting(name)
+    def _layout(self, is_unchanged: bool) -> Layout:
+        if self._target.states:
+            return "heads"
+        return "tokens" if is_unchanged else "positions"
 
-        def observe(value: Any) -> None:
-            deaf = session.is_paused or (is_forced and not experts.is_forcing)
-            # In backward, activation checkpointing calls modules again with data already seen.
-            if deaf or INSIDE in vars(module) or torch._C._current_graph_task_id() != -1:
-                return
-            if isinstance(value, (tuple, list)):
-                value = next((x for x in value if isinstance(x, torch.Tensor)), None)
-            if isinstance(value, DTensor):
-                value = value.to_local()
-            if not isinstance(value, torch.Tensor):
-                return
-            if not value.is_floating_point() or value.itemsize == 1:
-                raise CalibrationError(
-                    "only floating point values can be observed",
-                    where=[name],
-                    got=str(value.dtype).removeprefix("torch."),
-                    expected="float64, float32, float16 or bfloat16",
-                    remedy="list the module in `ignore`, or quantize only its weight.",
-                )
-            mask, given = session.mask, value
-            if mask is not None and not target.states:
-                value = tokens_of(module, value)
-            weighs = session.token_weights is not None and bool(of_weight) and name in session.token_weights.modules
-            in_batch: Hashable = self._fused.get(name, name), session.batches
-            stamp = in_batch if value.is_inference() or weighs else value._version
-            read = session.read
-            read.see(value, stamp)
-            tokens = value.detach()
-            before = len(read.measured)
-            observed = experts.wait(name, observers, tokens, mask, read.measured) if waits else observers
-            if mask is not None and (observed or of_weight):
-                if read.tokens is None:
-                    layout: Layout = "heads" if target.states else "tokens" if value is given else "positions"
-                    read.tokens = experts.select(tokens, mask, name, self._selection, layout)
-                tokens = read.tokens
-            for observer in observed:
-                observer.observe_shared(tokens, read.measured)
-            if weighs:
-                tokens = session.token_weights.weigh(name, given.detach())
-                tokens = tokens if mask is None else experts.select(tokens, mask, name, self._selection, "tokens")
-            for observer in of_weight:
-                observer.observe_inputs(tokens, read.measured)
-            session.measurements += len(read.measured) - before
+    def _stamp(self, tokens: torch.Tensor) -> Hashable:
+        """A value that differs from an earlier one where the statistics of the tensor cannot be shared."""
+        if tokens.is_inference() or self._token_weights is not None:
+            return self._reader, self._calls.batches
+        return tokens._version
 
-        return observe
+    def _observe(self, tokens: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> None:
+        """Give an activation to all observers of the module.
+
+        Args:
+            tokens: the activation, its tokens in rows where there is a mask.
+            tensor: the activation as the module has it.
+            layout: of ``tokens``.
+        """
+        measured = self._calls.cache.measured
+        observers = self._observers
+        if self._may_wait:
+            observers = self._experts.wait(self._target.name, observers, tokens, self._calls.mask, measured)
+        if self._calls.mask is not None and (observers or self._weight_observers):
+            tokens = self._tokens_that_count(tokens, self._calls.mask, layout)
+        for observer in observers:
+            observe_shared(observer, tokens, measured)
+        if self._token_weights is not None:
+            tokens = self._weighed_tokens(tensor, self._token_weights)
+        for observer in self._weight_observers:
+            observe_inputs_shared(observer, tokens, measured)
+
+    def _tokens_that_count(self, tokens: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The rows of an activation that the mask does not exclude; modules that read one tensor share them."""
+        cache = self._calls.cache
+        if cache.tokens is None:
+            cache.tokens = self._experts.select(tokens, mask, self._target.name, self._selection, layout)
+        return cache.tokens
+
+    def _weighed_tokens(self, tensor: torch.Tensor, token_weights: TokenWeights) -> torch.Tensor:
+        """The tokens that count, each times the root of its weight."""
+        weighed = token_weights.weigh(self._target.name, tensor.detach())
+        mask = self._calls.mask
+        if mask is None:
+            return weighed
+        return self._experts.select(weighed, mask, self._target.name, self._selection, "tokens")
 
 
-def _output_hooks(module: nn.Module, observe: Callable[[Any], None]) -> Iterator[tuple[nn.Module, RemovableHandle]]:
-    """Show ``observe`` each output of a module; of one with LoRA adapters, the output that it has when merged.
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    """A tensor, or the first one of a tuple or list; of a DTensor, this rank's part."""
+    candidates = value if isinstance(value, (tuple, list)) else (value,)
+    for candidate in candidates:
+        if isinstance(candidate, DTensor):
+            return candidate.to_local()
+        if isinstance(candidate, torch.Tensor):
+            return candidate
+    return None
+
+
+def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stack: ExitStack) -> None:
+    """Give each output of a module to ``observe``; of one with LoRA adapters, the output that it has when merged.
 
     In training a hook of ours quantizes the output; the observer has to see it before that. There the module itself
     runs merged, in place of its LoRA layer (:func:`quantize_training_forward`); else that layer adds the adapters.
@@ -161,14 +281,16 @@ def _output_hooks(module: nn.Module, observe: Callable[[Any], None]) -> Iterator
     def runs_merged() -> bool:
         return adapters is None or "forward" in vars(adapters)
 
-    def see(_: nn.Module, args: Any, output: Any) -> None:
+    def observe_output(_: nn.Module, args: Any, output: Any) -> None:
         if runs_merged():
             observe(output)
 
-    def see_sum(_: nn.Module, args: Any, output: Any) -> None:
+    def observe_sum(_: nn.Module, args: Any, output: Any) -> None:
         if not runs_merged():
             observe(output)
 
-    yield module, module.register_forward_hook(see, prepend=True)
+    handle = module.register_forward_hook(observe_output, prepend=True)
+    stack.callback(keep_hook_out(module, handle))
     if adapters is not None:
-        yield adapters, adapters.register_forward_hook(see_sum, prepend=True)
+        handle = adapters.register_forward_hook(observe_sum, prepend=True)
+        stack.callback(keep_hook_out(adapters, handle))

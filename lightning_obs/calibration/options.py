@@ -138,7 +138,9 @@ class CalibrationOptions:
     ) -> CalibrationOptions:
         """These options, from a scheme and fields, or from options and the fields that differ."""
         refuse_unknown(changes, cls.names(cls))
-        return replace(scheme, **changes) if isinstance(scheme, CalibrationOptions) else cls(scheme, **changes)
+        if not isinstance(scheme, CalibrationOptions):
+            return cls(scheme, **changes)
+        return replace(scheme, **changes) if changes else scheme  # checked when it was made
 
     @staticmethod
     def names(owner: type) -> list[str]:

@@ -18,6 +18,7 @@ from lightning_obs.model.module_qparams import CHECKSUMS
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import declared_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, find_misfits
@@ -178,7 +179,7 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
 
 def _is_exact(observer: Observer) -> bool:
     """Whether its statistics, reduced, have the same bits for any ranks in any order."""
-    declared = {statistic.name: statistic for statistic in observer.declared}
+    declared = {statistic.name: statistic for statistic in declared_statistics(observer)}
     return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
 
 

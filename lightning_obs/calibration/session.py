@@ -7,75 +7,32 @@ everything was checked, and no hook outlives the session.
 
 from __future__ import annotations
 
-import inspect
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.utils.helpers import patch_attr
 from torch import nn
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.finalize import finalize, on_host
-from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN, RANGE, ObserverHooks, Read
+from lightning_obs.calibration.finalize import finalize, warn_of_borrowed_ranges
+from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
-from lightning_obs.calibration.token_mask import PADDING, require_mask
-from lightning_obs.calibration.token_weights import MOST_OUTPUTS, TokenWeights
-from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
-from lightning_obs.errors import CalibrationError, name_list, refuse_unknown, require_kind, warn
+from lightning_obs.calibration.token_mask import PADDING
+from lightning_obs.calibration.written_qparams import WrittenQParams
+from lightning_obs.errors import refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
-from lightning_obs.forward.quantized_forward import INSIDE
-from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.checksums import remember
-from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.module_qparams import (
-    CHECKSUMS,
-    Calibration,
-    calibration_of,
-    get_scheme,
-    put_back,
-    qparams_home,
-    qparams_of,
-    read_qparams,
-    write_qparams,
-)
-from lightning_obs.model.offload import at_rest, register_offload
-from lightning_obs.model.weight import matrix_shape, register_fsdp_units
-from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
-from lightning_obs.moe.experts import LinearExperts
-from lightning_obs.numerics.histogram import Support
-from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
+from lightning_obs.model.fsdp1 import register_fsdp_units
+from lightning_obs.model.module_qparams import get_scheme, read_qparams, write_qparams
+from lightning_obs.model.offload import register_offload
+from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
-from lightning_obs.schemes.config import SchemeLike, make_observer
-from lightning_obs.schemes.planned_modules import Plan
-
-
-def _make_observers(plan: Plan) -> tuple[dict[Key, Observer], dict[Key, Observer]]:
-    """A plan's observers, and second observers of statistics that they do not keep: an input's extremes, a Hessian."""
-    observers, second = dict[Key, Observer](), dict[Key, Observer]()
-    for target in plan.targets:
-        home = qparams_home(target.module)
-        for base_name, args in target.args.items():
-            if args.dynamic is True:
-                continue
-            observers[target.name, base_name] = observer = make_observer(base_name, args)
-            observer.qparams_dtype = None if home is None else home.dtype
-            if base_name == "input" and not observer.keeps_extremes:
-                second[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-            elif observer.rounding is not None:
-                weighs = getattr(observer, "weigh_tokens", False)
-                if not isinstance(observer, HessianObserver):
-                    second[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs)
-                if weighs and (matrix_shape(target.module) or (0,))[0] <= MOST_OUTPUTS:
-                    second[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
-    return observers, second
+from lightning_obs.schemes.config import SchemeLike
 
 
 class CalibrationSession:
@@ -97,6 +54,17 @@ class CalibrationSession:
             own data; all end with the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
 
+    Attributes:
+        model: the calibrated model, without wrappers.
+        options: of the calibration.
+        label: short name of scheme and rounding.
+        plan: the modules that will be quantized.
+        engines: each engine's verdict on the checkpoint.
+        observers: by module name and base name (``("layer", "weight")``), the observers of the plan.
+        data_observers: the observers that data reach.
+        observation: the record of what was observed. It is read, and only the session's methods change it.
+        result: of the last calibration; None before its end.
+
     Raises:
         CalibrationError: from the constructor, scheme, targets or shapes are wrong; at the end of the block, the data
             are. Nothing is written in either case.
@@ -108,18 +76,6 @@ class CalibrationSession:
         >>> session.result.modules, model[0].input_scale.shape
         (['0'], torch.Size([1]))
     """
-
-    batches = 0  # calls of the model
-    measurements = 0  # of activations; modules that share an input share them
-    started = 0.0  # when the calibration began that the next result reports
-    is_paused = False  # whether calls of the model are ignored, though it is attached
-    mask: torch.Tensor | None = None  # which tokens, ``(batch, tokens)``, or samples count; None: all
-    progress: Progress | None = None  # told of the weights that this rank searches
-    token_weights: Any = None  # a TokenWeights, where observers ask for weighed tokens
-    is_fitting = False  # whether an error would end a training: modules that no data reached are then left in float
-    lacked_data = False  # whether the last finalize failed because data were missing, on all ranks alike
-    #: observers that no data reached on any rank; None: the ranks were not reduced yet
-    unreached: list[Key] | None = None
 
     @takes_keywords_of(CalibrationOptions)
     def __init__(
@@ -138,46 +94,53 @@ class CalibrationSession:
         register_fsdp_units(model)
         self.model = unwrapped(model)
         register_offload(self.model)
-        with without_wrappers(self.model), at_rest():
-            fused_sets = [*self.options.engine.fused_sets, *self.options.fused_sets]
-            self.plan = build_plan(self.model, self.options.config, fused_sets)
-            chosen, also = self.options.engine, [engine_of(name) for name in self.options.engines]
-            planned = PlannedCheckpoint(self.model, self.plan.targets, self.options.fused_sets)
-            self.engines = ask_engines(planned, chosen, also)
-            self.experts = ExpertWatch(self.model, self.options.calibrate_all_experts)
-            #: names of modules that are quantized together or not at all
-            self.together = [*self.plan.fused, *self._whole_layers()]
-        self.observers, second = _make_observers(self.plan)
-        #: the observers that data reach, second ones included
-        self.fed = {key: observer for key, observer in self.observers.items() if observer.observes_data} | second
-        inputs_of = {(name, "weight"): observer for (name, base), observer in second.items() if base == HESSIAN}
-        check_inputs_fit(self.plan.targets, self.observers | inputs_of)
-        for group in self.plan.fused:
-            for base_name in ("weight", "input"):
-                fused = [self.observers[n, base_name] for n in group if (n, base_name) in self.observers]
-                Observer.fuse(fused, self.options.join_fused_scales)
-        self.collectives = collectives or Collectives()
-        self.read = Read()  # sessions that observe the same calls may share it
-        self.skipped: set[str] = set()  # modules left in full precision, because no data reached them
+        self.observation = Observation.of_model(self.model, self.options, collectives)
+        self.plan = self.observation.plan
+        self.engines = self.observation.engines
+        self.observers = self.observation.observers
+        self.data_observers = self.observation.data_observers
         self.result: CalibrationResult | None = None
-        self._own: Calibration = {}  # its qparams on the modules; another session may have replaced them since
-        self._token_mask, self._counts_calls, self._padding_is_said = token_mask, True, False
-        self._attached: ExitStack | None = None
-        self._is_timed = False  # whether ``started`` is when data began to be observed that no result has reported yet
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The state of a copy, which is not attached."""
-        return {**vars(self), "_attached": None, "read": Read(), "progress": None, "token_weights": None}
-
-    @property
-    def weighed(self) -> list[str]:
-        """Names of the modules whose weight is chosen by tokens that count by their gradients."""
-        return [name for (name, _), observer in self.fed.items() if getattr(observer, "weigh_tokens", False)]
+        self._hooks = ObserverHooks(self.observation, token_mask)
+        self._written = WrittenQParams(self.model, self.plan)
+        #: when the data that no result has reported yet began to be observed; None: there are none
+        self._observing_since: float | None = None
 
     @property
     def needs_data(self) -> bool:
-        """Whether the model has to be run: for static activations, or for weights that want inputs."""
-        return bool(self.fed)
+        """Whether the model has to be run: for static activations, or for weights that need inputs."""
+        return self.observation.needs_data
+
+    @property
+    def collectives(self) -> Collectives:
+        """How to talk to the other ranks."""
+        return self.observation.collectives
+
+    @property
+    def batches(self) -> int:
+        """How many batches were observed."""
+        return self.observation.calls.batches
+
+    @property
+    def skipped(self) -> set[str]:
+        """Names of modules that were left in full precision, because no data reached them."""
+        return self.observation.skipped
+
+    # ------------------------------------------------------------------ before data
+
+    def begin_run(self, collectives: Collectives, is_fitting: bool) -> None:
+        """Take over the facts of a run that will call the model.
+
+        Args:
+            collectives: how to talk to the other ranks of the run.
+            is_fitting: whether an error at its end would end a training. Modules that no data reached are then left in
+                full precision, with a warning.
+        """
+        self.observation.collectives = collectives
+        self.observation.is_fitting = is_fitting
+
+    def show_progress(self, progress: Progress | None) -> None:
+        """Call ``progress`` with each weight that this rank has searched; None: with none."""
+        self.observation.progress = progress
 
     # ------------------------------------------------------------------ attach and detach
 
@@ -193,88 +156,69 @@ class CalibrationSession:
     @property
     def is_attached(self) -> bool:
         """Whether hooks are on the model."""
-        return self._attached is not None
+        return self._hooks.is_attached
 
-    def attach(self, count_calls: bool = True, forget: bool = True) -> None:
+    def attach(
+        self, count_calls: bool = True, forget: bool = True, shares_calls_with: CalibrationSession | None = None
+    ) -> None:
         """Start to observe.
 
         Args:
-            count_calls: count calls of ``model`` as batches. Leave it to the caller (``session.batches += 1``) if the
+            count_calls: count calls of ``model`` as batches. Leave it to the caller (:meth:`count_batches`) if the
                 model is not called as a whole.
             forget: forget earlier statistics; off: go on with them.
+            shares_calls_with: another session that observes the same calls. What one has measured in a tensor the
+                other does not measure again.
         """
         self.detach()
         if forget:
-            self.batches = self.measurements = 0
-            for observer in (self.observers | self.fed).values():
-                observer.reset()
-        self.result = self.unreached = None
-        self.is_paused, self._counts_calls = False, count_calls
-        self.started = time.perf_counter()
-        self._is_timed = True
-        with ExitStack() as stack:
-            ObserverHooks(self).attach(stack)
-            handle = self.model.register_forward_pre_hook(self._on_call, with_kwargs=True)
-            stack.callback(keep_hook_out(self.model, handle))
-            self.token_weights = TokenWeights(self) if self.weighed else None
-            if self.token_weights is not None:
-                self.token_weights.attach(stack)
-            self._attached = stack.pop_all()
+            self.observation.forget()
+        if shares_calls_with is not None:
+            self.observation.calls.cache = shares_calls_with.observation.calls.cache
+        self.result = None
+        self.observation.unreached = None
+        self.observation.calls.is_paused = False
+        self._observing_since = time.perf_counter()
+        self._hooks.attach(count_calls)
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
-        attached, self._attached, self.mask, self.token_weights = self._attached, None, None, None
-        if attached is not None:
-            self.read.forget()
-            attached.close()
+        self._hooks.detach()
+
+    # ------------------------------------------------------------------ while data run
 
     def paused(self) -> AbstractContextManager[None]:
         """Run the model inside the ``with`` block without observing."""
-        return patch_attr(self, "is_paused", True)
+        return self.observation.calls.paused()
+
+    def ignore_calls(self, ignore: bool) -> None:
+        """Ignore the next calls of the model, or observe them; what was measured in the last tensor is forgotten."""
+        self.observation.calls.is_paused = ignore
+        self.observation.calls.cache.forget()  # it may hold a copy of the last Hessian
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
         """Keep padding out of every observer from the next call of the model on.
 
         ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error. Give
-        one that lies on the CPU where you have it: for one on an accelerator the host waits.
+        one that is on the CPU where you have it: for one on an accelerator the host waits.
         """
-        self.mask = None if mask is None else require_mask(mask, "mask_tokens").cpu()
-        self.read.forget()
+        self._hooks.calls.mask_tokens(mask)
 
-    def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if INSIDE in vars(module):
-            return
-        self.batches += self._counts_calls
-        given = kwargs
-        with suppress(TypeError, ValueError):  # a call that fails, or a forward that is compiled
-            bound = inspect.signature(module.forward).bind_partial(*args, **kwargs)
-            given = {**bound.arguments, **bound.kwargs}
-        if self._token_mask is None:
-            self.say_padding(given.get(PADDING))
-        elif (mask := given.get(self._token_mask)) is not None:
-            self.mask_tokens(mask)
-        else:
-            raise CalibrationError(
-                f"token_mask={self._token_mask!r} was not given to the model",
-                where=[type(module).__name__],
-                got=f"a call with {', '.join(given)}",
-                remedy="pass it in every batch, or leave token_mask out if there is no padding.",
-            )
-        if self.token_weights is not None and not self.is_paused:
-            self.token_weights.measure(module, args, kwargs)
+    def warn_of_padding(self, mask: Any) -> None:
+        """Warn, once, if tokens that the mask of a batch marks as padding are about to be observed."""
+        if self.is_attached:
+            self._hooks.calls.warn_of_padding(mask)
 
-    def say_padding(self, mask: Any) -> None:
-        """Warn, once, if tokens that the mask marks as padding are about to be observed."""
-        is_masked = self.mask is not None and self.mask.ndim > 1
-        if self._padding_is_said or is_masked or self.is_paused or not self.is_attached or not self.needs_data:
-            return
-        masked = int((mask == 0).sum()) if isinstance(mask, torch.Tensor) and mask.ndim == 2 else 0
-        if masked:
-            self._padding_is_said = True
-            warn(
-                f"padding is observed: {PADDING} masks {masked} of {mask.numel()} tokens, and no token_mask is set. "
-                f"token_mask={PADDING!r} keeps them out."
-            )
+    def count_batches(self, number: int = 1, after: int | None = None) -> None:
+        """Count batches that were observed.
+
+        Args:
+            number: how many.
+            after: how many were observed before them, in an earlier run; None: as many as were counted.
+        """
+        if after is not None:
+            self.observation.calls.batches = after
+        self.observation.calls.batches += number
 
     # ------------------------------------------------------------------ finish
 
@@ -290,13 +234,16 @@ class CalibrationSession:
                 weights. Nothing was written then.
         """
         self.detach()
-        self.lacked_data = False
-        if not (activations and self._is_timed):
-            self.started = time.perf_counter()
-        with self._writing():
-            self.result = finalize(self, weights, activations)
+        started = time.perf_counter()
+        if activations and self._observing_since is not None:
+            started = self._observing_since
+        with self._written.replacing():
+            result = finalize(self.observation, weights, activations)
+        result.seconds = time.perf_counter() - started
+        self.result = result
         if activations:
-            self._is_timed = False
+            self._observing_since = None
+        warn_of_borrowed_ranges(result)
         if self.batches and not self.needs_data:
             warn(
                 f"{self.label} needs no data (its activations are dynamic or in full precision): "
@@ -304,50 +251,18 @@ class CalibrationSession:
                 f"(INT8_STATIC, FP8, NVFP4), by observers of weights that read inputs "
                 f"(observers={{'weight': 'imatrix_mse'}}), and by rounding='gptq'."
             )
-        if self.result.fallback:
-            warn(
-                f"no token reached these modules; their activations have the range of the layer's other experts: "
-                f"{name_list(self.result.fallback)}"
-            )
-        return self.result
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        """Qparams on the modules after the ``with`` block are this session's; an error restores the earlier ones."""
-        on_modules, before = calibration_of(self.model), (self._own, self.skipped, self.result)
-        try:
-            yield
-            self._own = calibration_of(self.model, only={target.module for target in self.plan.targets})
-        except BaseException:
-            put_back(on_modules)
-            self._own, self.skipped, self.result = before
-            raise
+        return result
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
         """The qparams that this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
-        return on_host({t.name: qparams_of(self._own, t.module) for t in self.plan.targets})
-
-    @property
-    def input_counts(self) -> dict[str, Support]:
-        """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
-        counted = {name: observer.counted for (name, base), observer in self.observers.items() if base == "input"}
-        return {name: counts for name, counts in counted.items() if counts is not None}
-
-    def _whole_layers(self) -> list[list[str]]:
-        """The modules of each layer's experts: vLLM runs all of them quantized or none, transformers loads them so."""
-        ours = is_transformers_model(self.model)
-        layers = [n for n in self.experts.containers if ours or isinstance(self.model.get_submodule(n), LinearExperts)]
-        return [[t.name for t in self.plan.targets if t.name.startswith(f"{layer}.")] for layer in layers]
+        return self._written.on_host()
 
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        with without_wrappers(self.model), without_adapters(self.model):
-            own = {name: self._own.get(module, {}) for name, module in self.model.named_modules()}
-        checksums = {name: dict(plain[CHECKSUMS]) for name, plain in own.items() if plain.get(CHECKSUMS)}
-        return dump_state(self.plan, self.qparams, checksums, self.skipped)
+        return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -355,9 +270,9 @@ class CalibrationSession:
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
         """
-        with self._writing():
+        with self._written.replacing():
             load_state(self.model, self.plan, state)
-            self.skipped = {*state["skipped"]}
+            self.observation.skipped = set(state["skipped"])
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
@@ -365,11 +280,12 @@ class CalibrationSession:
 
         They belong to the weights that were calibrated, or with ``of_present_weights`` to the present weights.
         """
-        own = by_module(scales)
-        with torch.inference_mode(False), self._writing():
+        scales_of_modules = by_module(scales)
+        with torch.inference_mode(False), self._written.replacing():
             for target in self.plan.targets:
-                if get_scheme(target.module) is not None and target.name in own:
-                    write_qparams(target.module, target.scheme, read_qparams(target.module) | own[target.name])
+                if get_scheme(target.module) is not None and target.name in scales_of_modules:
+                    qparams = read_qparams(target.module) | scales_of_modules[target.name]
+                    write_qparams(target.module, target.scheme, qparams)
             if of_present_weights:
                 remember(self.model)
 
@@ -378,14 +294,8 @@ class CalibrationSession:
     @property
     def has_written(self) -> bool:
         """Whether this session has written qparams."""
-        return bool(self._own)
+        return bool(self._written)
 
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """Put this session's qparams on the modules inside the ``with`` block, if another has written since."""
-        now = calibration_of(self.model)
-        put_back(self._own)
-        try:
-            yield
-        finally:
-            put_back(now)
+    def in_force(self) -> AbstractContextManager[None]:
+        """A block in which this session's qparams are on the modules, if another session has written since."""
+        return self._written.in_force()

@@ -19,14 +19,15 @@ Reference:
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_obs.calibration.hooks import GRADIENTS
+from lightning_obs.calibration.observation import GRADIENTS, Observation, fused_sets_by_module
 from lightning_obs.calibration.probe_signs import ProbeSigns
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.calls import first_input, logits_of
@@ -37,49 +38,59 @@ from lightning_obs.forward.probe import fisher_probe, tapped
 from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.weight import in_shards
+from lightning_obs.observers import Observer
 
-if TYPE_CHECKING:
-    from lightning_obs.calibration.session import CalibrationSession
-
-#: the most outputs whose products are gathered: 1 GiB, where a vocabulary would take more than the model
-MOST_OUTPUTS = 1 << 14
-#: predictions of a call that are compared with the copy's, and the largest difference, relative to their size
-_COMPARED, _TOLERANCE = 16, 0.1
+#: how many predictions of a call are compared with the copy's
+_COMPARED = 16
+#: the largest difference of these predictions, relative to their size
+_TOLERANCE = 0.1
 
 
 class TokenWeights:
-    """The weights of the tokens of the call of ``session.model`` that runs now, in the session's ``weighed`` modules.
+    """The weights of the tokens of the present call of the model, in the modules that weigh them.
 
     Modules of a fused set read one tensor, and share the sum of their weights.
 
+    Args:
+        observation: its ``weighed_modules`` weigh tokens. The observers of :data:`.GRADIENTS` observe gradients.
+
+    Attributes:
+        modules: the modules that weigh tokens, by name.
+
     Raises:
-        CalibrationError: the model lies in shards, on other devices or on disk, or has experts.
+        CalibrationError: the model is in shards, on other devices or on disk, or has experts.
     """
 
-    def __init__(self, session: CalibrationSession) -> None:
-        self._session = session
-        self.modules = {name: session.model.get_submodule(name) for name in session.weighed}
-        text = "weigh_tokens runs the model backward, as a whole and in memory"
-        remedy = "leave out weigh_tokens."
-        refuse([n for n, m in self.modules.items() if in_shards(m) or is_dispatched(m)], text, remedy=remedy)
-        refuse(list(session.experts.containers), "weigh_tokens does not know the tokens of experts", remedy=remedy)
-        self._together = {name: tuple(fused) for fused in session.plan.fused for name in fused}
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._calls = observation.calls
+        model = observation.model
+        self.modules = {name: model.get_submodule(name) for name in observation.weighed_modules}
+        self._refuse_models_that_cannot_run_backward()
+        self._fused_sets = fused_sets_by_module(observation.plan)
         self._signs = ProbeSigns()
-        #: by module, how many of its calls were weighed already
-        self._calls = defaultdict[str, int](int)
-        #: by fused set or module, the weights ``(...)`` of the tokens of each of its calls
-        self._weights: dict[Any, dict[int, torch.Tensor]] = {}
-        #: some of the copy's logits ``(n, classes)`` for the call that runs now; None: nothing to compare
+        #: how many calls of each module were weighed, by its name
+        self._weighed_calls = defaultdict[str, int](int)
+        #: the weights ``(...)`` of the tokens of each call of a module, by fused set or name of the module
+        self._weights: dict[Hashable, dict[int, torch.Tensor]] = {}
+        #: some of the copy's logits ``(n, classes)`` for the present call; None: there is nothing to compare
         self._predicted: torch.Tensor | None = None
-        self._is_compared = (
-            False  # once: what the copy lacks, it lacks in each call, and an accelerator has to be awaited
-        )
+        # One comparison is enough: what the copy lacks, it lacks in each call, and the host waits for an accelerator.
+        self._is_compared = False
         self._last_layer = LastLayer()
+
+    def _refuse_models_that_cannot_run_backward(self) -> None:
+        sharded = [name for name, module in self.modules.items() if in_shards(module) or is_dispatched(module)]
+        remedy = "leave out weigh_tokens."
+        refuse(sharded, "weigh_tokens runs the model backward, as a whole and in memory", remedy=remedy)
+        experts = list(self._observation.experts.containers)
+        refuse(experts, "weigh_tokens does not know the tokens of experts", remedy=remedy)
 
     def attach(self, stack: ExitStack) -> None:
         """Compare the predictions of the first call with the copy's; ``stack`` removes the hook."""
-        model = self._session.model
-        stack.callback(keep_hook_out(model, model.register_forward_hook(self._compare, prepend=True)))
+        model = self._observation.model
+        handle = model.register_forward_hook(self._compare, prepend=True)
+        stack.callback(keep_hook_out(model, handle))
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a copy of the model forward and backward on copies of the arguments of a call that is about to run.
@@ -88,56 +99,61 @@ class TokenWeights:
             CalibrationError: the model cannot be copied; its output has no logits, or their classes are not known.
         """
         self._weights = {}
-        self._calls.clear()
+        self._weighed_calls.clear()
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(random_numbers_restored(model))
-            stack.enter_context(self._session.paused())  # a forward may reach the model itself, by a closure
+            stack.enter_context(self._calls.paused())  # a forward may reach the model itself, by a closure
             copied = ModelCopy(model, args, kwargs)
             for module in copied.model.modules():
                 module.training = False
             self._last_layer = LastLayer()
             self._last_layer.watch(copied.model, stack)
             for name, module in self.modules.items():
-                copied.copy_of(module).register_forward_hook(self._tap(name), with_kwargs=True)
+                copied.copy_of(module).register_forward_hook(self._gradient_hook(name), with_kwargs=True)
             # Not a call of the model: its own hooks have run before the call was copied.
-            logits = self._last_layer.classes_last(logits_of(copied.model.forward(*copied.args, **copied.kwargs)))
-            mask = self._session.mask
-            probe = fisher_probe(logits.detach(), self._signs.of_call(logits, mask, args, kwargs))
-            if mask is not None and mask.shape == logits.shape[:-1]:
-                probe = probe * mask.to(probe.device).bool()[..., None]  # predictions after padding do not count
-            logits.backward(probe)
+            output = copied.model.forward(*copied.args, **copied.kwargs)
+            logits = self._last_layer.classes_last(logits_of(output))
+            logits.backward(self._probe(logits, args, kwargs))
         self._predicted = None
-        if not self._is_compared and not any(module.training for module in model.modules()):
-            self._predicted = self._some(logits.detach())
+        is_training = any(module.training for module in model.modules())
+        if not self._is_compared and not is_training:
+            self._predicted = self._some_predictions(logits.detach())
 
-    def _tap(self, name: str) -> Any:
+    def _probe(self, logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        """The gradient of the logits from which the backward pass begins; zero for predictions after padding."""
+        mask = self._calls.mask
+        signs = self._signs.of_call(logits, mask, args, kwargs)
+        probe = fisher_probe(logits.detach(), signs)
+        if mask is None or mask.shape != logits.shape[:-1]:
+            return probe
+        return probe * mask.to(probe.device).bool()[..., None]
+
+    def _gradient_hook(self, name: str) -> Callable[..., torch.Tensor]:
         """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
-        weights = self._weights.setdefault(self._together.get(name, name), {})
-        outputs = self._session.fed.get((name, GRADIENTS))
+        weights = self._weights.setdefault(self._reader(name), {})
+        output_observer = self._observation.data_observers.get((name, GRADIENTS))
         calls = 0
 
         def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
             nonlocal calls
             value = first_input(args, kwargs)
             assert value is not None
-            length = 1.0 if outputs is None else value.detach().float().norm(dim=-1, keepdim=True)
-            see = partial(self._see, weights, calls, outputs, length)
+            token_lengths = None
+            if output_observer is not None:
+                token_lengths = value.detach().float().norm(dim=-1, keepdim=True)
+            take_gradient = partial(_take_gradient, weights, calls, output_observer, token_lengths)
             calls += 1
-            return tapped(output, see)
+            return tapped(output, take_gradient)
 
         return hook
 
-    def _see(
-        self, weights: dict[int, torch.Tensor], call: int, outputs: Any, length: Any, gradient: torch.Tensor
-    ) -> None:
-        """Take in the gradient at the output of one call of a module."""
-        weights[call] = weights.get(call, 0) + gradient.float().square().sum(-1)
-        if outputs is not None:
-            outputs.observe_inputs(gradient.float() * length)
+    def _reader(self, name: str) -> Hashable:
+        """The fused set of a module, whose modules share weights; without one, its name."""
+        return self._fused_sets.get(name, name)
 
-    def _some(self, logits: torch.Tensor) -> torch.Tensor:
+    def _some_predictions(self, logits: torch.Tensor) -> torch.Tensor:
         """A few predictions ``(n, classes)`` of logits, none of padding."""
-        mask = self._session.mask
+        mask = self._calls.mask
         rows = logits.flatten(0, -2)
         if mask is not None and mask.shape == logits.shape[:-1]:
             numbers = mask.flatten().nonzero().flatten()
@@ -148,16 +164,18 @@ class TokenWeights:
 
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
         """Refuse weights of a copy that predicts something else than the model: they are not the model's."""
-        predicted, self._predicted = self._predicted, None
+        predicted = self._predicted
+        self._predicted = None
         if predicted is None:
             return
         self._is_compared = True
-        logits = self._some(self._last_layer.classes_last(logits_of(output)).detach())
+        logits = self._some_predictions(self._last_layer.classes_last(logits_of(output)).detach())
         difference = torch.tensor(torch.inf, device=logits.device)
         if logits.shape == predicted.shape:
             difference = (logits - predicted).norm()
         size = (logits - logits.mean(-1, keepdim=True)).norm()
-        if bool(torch.isfinite(size) & (difference > _TOLERANCE * size)):
+        differs = difference > _TOLERANCE * size
+        if bool(torch.isfinite(size) & differs):
             raise CalibrationError(
                 "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
                 where=[type(model).__name__],
@@ -168,16 +186,40 @@ class TokenWeights:
             )
 
     def weigh(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Inputs ``(..., C)`` of a module, each token times the root of its weight, in float32."""
-        call = self._calls[name]
-        self._calls[name] += 1
-        weights = self._weights.get(self._together.get(name, name), {}).get(call)
+        """Inputs ``(..., C)`` of a module, each token times the root of its weight, in float32.
+
+        Called once for each call of the module.
+        """
+        call = self._weighed_calls[name]
+        self._weighed_calls[name] += 1
+        weights = self._weights.get(self._reader(name), {}).get(call)
         if weights is None or weights.shape != value.shape[:-1]:
             raise CalibrationError(
-                "weigh_tokens: a gradient is known for no token, or for other tokens",
+                "weigh_tokens: no gradient for this call of the module",
                 where=[name],
                 got="none" if weights is None else f"gradients {tuple(weights.shape)}, inputs {tuple(value.shape)}",
                 expected="a call of the whole model, whose logits depend on the module's output at each token",
                 remedy="call the calibrated model itself, or leave out weigh_tokens.",
             )
         return value.float() * weights.sqrt()[..., None]
+
+
+def _take_gradient(
+    weights: dict[int, torch.Tensor],
+    call: int,
+    output_observer: Observer | None,
+    token_lengths: torch.Tensor | None,
+    gradient: torch.Tensor,
+) -> None:
+    """Take in the gradient at the output of one call of a module; called when backward reaches it.
+
+    Args:
+        weights: the weights of the tokens of each call, to which the squared gradient is added.
+        call: the number of the call.
+        output_observer: gathers ``sum |x|^2 g g^T``; None: the rows of the weight are rounded one by one.
+        token_lengths: ``|x|`` of the call's input, ``(..., 1)``; given with ``output_observer``.
+        gradient: ``(..., R)``.
+    """
+    weights[call] = weights.get(call, 0) + gradient.float().square().sum(-1)
+    if output_observer is not None and token_lengths is not None:
+        output_observer.observe_inputs(gradient.float() * token_lengths)

@@ -34,123 +34,180 @@ from lightning_obs.report.predictions import KEPT_BYTES
 
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
-_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class AutoObservers:
-    """The choice of one callback, from its options, the ``asked`` ones, and the ``candidates`` by base name."""
+    """Chooses the observers of a callback, once; later validations and resumed runs use the chosen ones.
 
-    def __init__(self, asked: CalibrationOptions, masked: bool, candidates: Candidates) -> None:
-        self.asked, self._masked = asked, masked
-        self.candidates = candidates or None  # None: the default candidates that fit
-        self.options: CalibrationOptions | None = None  # the asked ones with the chosen observers; None before
+    Args:
+        requested: the callback's options, without observers for the tensors to choose for.
+        candidates: by base name, the observers to choose from; empty: the default candidates that fit the model;
+            None: nothing is chosen.
+        is_masked: whether batches have a token mask, with which nothing can be chosen.
+    """
+
+    def __init__(self, requested: CalibrationOptions, candidates: Candidates | None, is_masked: bool) -> None:
+        self._requested = requested
+        self._candidates = candidates
+        self._is_masked = is_masked
+        #: the requested options with the chosen observers; None before the choice
+        self._chosen_options: CalibrationOptions | None = None
         self.choice: ObserverChoice | None = None  # the scores; None before the choice, and after a resume
-        self._kept = KeptBatches()
+        self._inputs = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        """Whether observers are chosen by measurement."""
+        return self._candidates is not None
+
+    @property
+    def is_keeping(self) -> bool:
+        """Whether the model's inputs are being kept for a choice at the end of this validation."""
+        return self._remove_hook is not None
+
+    @property
+    def options(self) -> CalibrationOptions:
+        """The options to calibrate with: the requested ones, with the chosen observers once they are chosen."""
+        return self._requested if self._chosen_options is None else self._chosen_options
+
     def require_possible(self, session: CalibrationSession) -> None:
-        """Refuse, before training, a module without ``forward``, several devices, a token mask, wrong candidates."""
+        """Refuse, before training, what would fail at the first validation's end.
+
+        Raises:
+            CalibrationError: a module without ``forward``, several devices, a token mask, candidates that do not fit.
+        """
         require_forward(session.model, 'observers="auto"')
-        if session.collectives.size > 1 or self._masked:
+        if session.collectives.size > 1 or self._is_masked:
+            mask = ", a token mask" if self._is_masked else ""
             raise CalibrationError(
                 'observers="auto" chooses on one device, and without a token mask',
-                got=f"{session.collectives.size} devices{', a token mask' if self._masked else ''}",
+                got=f"{session.collectives.size} devices{mask}",
                 remedy="choose there (callback.choice.config), then calibrate here with that scheme.",
             )
-        fitting_candidates(session.model, self.asked, self.candidates)
+        fitting_candidates(session.model, self._requested, self._candidates or None)
 
     def start(self, session: CalibrationSession) -> None:
-        """Keep the model's arguments, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
-        if self.options is not None:
+        """Keep the model's inputs from now on, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
+        if not self.is_on or self._chosen_options is not None:
             return
         self.require_possible(session)
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if not session.is_paused:
-                if not self._kept.offered:
-                    logits_of(output)  # a model without logits is an error now, not at the end
-                self._kept.add(_by_name(model, args, kwargs))
+            if session.observation.calls.is_paused:
+                return
+            if not self._inputs.offered:
+                logits_of(output)  # a model without logits is an error at the first batch, not at the end
+            self._inputs.add(_by_name(model, args, kwargs))
 
         model = session.model
         self._remove_hook = keep_hook_out(model, model.register_forward_hook(keep, with_kwargs=True))
 
     def stop(self) -> None:
-        """Keep nothing any more."""
+        """Release the inputs, and keep no more. Can be called at any time, any number of times."""
         if self._remove_hook is not None:
             self._remove_hook()
-        self._remove_hook, self._kept = None, KeptBatches()
+        self._remove_hook = None
+        self._inputs = KeptBatches()
 
     def choose(self, session: CalibrationSession) -> CalibrationSession:
-        """Choose, and return an attached session with the chosen observers that has seen the same batches.
+        """Choose the observers, and observe the kept inputs with them.
 
-        Where nothing is kept there is nothing to choose: the session itself.
+        Args:
+            session: observed the validation; it is detached.
+
+        Returns:
+            An attached session with the chosen observers that has seen the same batches.
+
+        Raises:
+            CalibrationError: no batch has called the model.
         """
-        if self._remove_hook is None:
-            return session
         model = session.model
-        if not self._kept:
+        self._require_inputs(model)
+        kept_inputs = [inputs for inputs, _ in self._inputs.pop_all()]
+        self.stop()
+        session.detach()
+        self.choice = choose_observers(model, kept_inputs[:SCORED], self._requested, self._candidates or None)
+        self._chosen_options = self._requested.with_config(self.choice.config)
+        for base_name, counts in self.choice.counts.items():
+            tally = ", ".join(f"{observer} {count}" for observer, count in counts.most_common())
+            rank_zero_info(f'observers="auto", {base_name}: {tally}')
+        chosen_session = CalibrationSession(model, self._chosen_options, collectives=session.collectives)
+        chosen_session.attach()
+        with left_as_it_was(model), torch.no_grad():
+            for inputs in kept_inputs:
+                call_on(model, inputs)
+        return chosen_session
+
+    def _require_inputs(self, model: nn.Module) -> None:
+        """Raise if no inputs were kept; warn if some did not fit in memory."""
+        if not self._inputs:
             raise CalibrationError(
                 f'observers="auto": no validation batch called {type(model).__name__}, so there is nothing to score on',
                 remedy='name the module that validation_step calls: CalibrationCallback(module="...").',
             )
-        if len(self._kept) < self._kept.offered:
+        kept = len(self._inputs)
+        if kept < self._inputs.offered:
             warn(
-                f'observers="auto": inputs are kept to be run again, {len(self._kept)} of {self._kept.offered} fit in '
+                f'observers="auto": inputs are kept to be run again, {kept} of {self._inputs.offered} fit in '
                 f"{KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
-        kept = [inputs for inputs, _ in self._kept.pop_all()]
-        self.stop()
-        session.detach()
-        self.choice = choose_observers(model, kept[:SCORED], self.asked, self.candidates)
-        self.options = self.asked.with_config(self.choice.config)
-        for base, counts in self.choice.counts.items():
-            rank_zero_info(f'observers="auto", {base}: ' + ", ".join(f"{name} {n}" for name, n in counts.most_common()))
-        chosen = CalibrationSession(model, self.options, collectives=session.collectives)
-        chosen.attach()
-        with left_as_it_was(model), torch.no_grad():
-            for inputs in kept:
-                call_on(model, inputs)
-        return chosen
+
+    # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """The chosen config, and the one that it was chosen for, as strings."""
-        if self.options is None:
+        """Return the chosen config and the request that it answers, as strings; nothing before the choice."""
+        if self._chosen_options is None:
             return {}
-        return {"chosen_config": self.options.config.model_dump_json(), "asked_config": self._question}
-
-    @property
-    def _question(self) -> str:
-        return f"{self.asked.config.model_dump_json()} {self.candidates or ''}".rstrip()
+        return {"chosen_config": self._chosen_options.config.model_dump_json(), "asked_config": self._request}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`; the next validation chooses where it has no choice, or one of other options."""
-        text = state.get("chosen_config")
-        same = text is not None and state.get("asked_config") == self._question
-        self.options = self.asked.with_config(QuantizationConfig.model_validate_json(text)) if same else None
+        """Load a :meth:`state_dict`. The next validation chooses if it has no choice, or one for another request."""
         self.choice = None
+        self._chosen_options = None
+        chosen_config = state.get("chosen_config")
+        if chosen_config is not None and state.get("asked_config") == self._request:
+            config = QuantizationConfig.model_validate_json(chosen_config)
+            self._chosen_options = self._requested.with_config(config)
+
+    @property
+    def _request(self) -> str:
+        """The requested config and the candidates, as a string that identifies them."""
+        return f"{self._requested.config.model_dump_json()} {self._candidates or ''}".rstrip()
 
 
-def given_candidates(observers: Any) -> tuple[Any, Candidates | None]:
-    """A callback's ``observers``, and the lists to choose from: empty for ``"auto"``; None: nothing is chosen.
+def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
+    """Split a callback's ``observers`` into those to use as they are and lists to choose from.
 
-    >>> given_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
+    Returns:
+        The observers by base name that are no list; the lists by base name, empty for ``"auto"`` (default candidates),
+        None if there is nothing to choose.
+
+    >>> split_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
     ({'input': 'minmax'}, {'weight': ['memoryless_mse', 'imatrix_mse']})
     """
     if not isinstance(observers, Mapping):
         return (None, {}) if observers == "auto" else (observers, None)
-    lists = {base: each for base, each in observers.items() if isinstance(each, Sequence) and not isinstance(each, str)}
-    require_candidates(lists)
-    return {base: each for base, each in observers.items() if base not in lists}, lists or None
+    named: dict[str, Any] = {}
+    candidates: dict[str, Any] = {}
+    for base_name, value in observers.items():
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        (candidates if is_list else named)[base_name] = value
+    require_candidates(candidates)
+    return named, candidates or None
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, by name."""
-    names = [name for name, p in inspect.signature(model.forward).parameters.items() if p.kind in _NAMED]
+    """Return the arguments of a call of the model, by name."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind in _NAMED_KINDS]
     if len(args) > len(names):
         raise CalibrationError(
             f'observers="auto" calls {type(model).__name__} again, with arguments by their names',
             got=f"{len(args)} positional arguments, {len(names)} names",
             remedy="call it with keyword arguments.",
         )
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    positional = dict(zip(names, args, strict=False))
+    return {**positional, **kwargs}

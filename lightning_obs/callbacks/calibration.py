@@ -1,11 +1,13 @@
 """Calibrate in Lightning's validation loop.
 
 Lightning already runs the user's data through the user's model; this callback only watches, through a
-:class:`~lightning_obs.CalibrationSession`.
+:class:`~lightning_obs.CalibrationSession`. Start reading at its hooks: each calls parts that the callback holds.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -13,55 +15,106 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.auto_observers import AutoObservers, given_candidates
-from lightning_obs.callbacks.base import require_at_least
+from lightning_obs.callbacks.auto_observers import AutoObservers, split_candidates
+from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
-from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
-from lightning_obs.callbacks.possible_steps import can_choose_observers
-from lightning_obs.callbacks.quantization_aware_training import can_train
-from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
-from lightning_obs.callbacks.sanity_check import SanityWatch
+from lightning_obs.callbacks.logged_results import LoggedResults
+from lightning_obs.callbacks.observed_batches import ObservedBatches
+from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
+from lightning_obs.callbacks.results import Results
+from lightning_obs.callbacks.session_callback import SessionCallback, restore_outside_of_fit, stop_all
 from lightning_obs.callbacks.strategies import collectives_of
-from lightning_obs.choice.observer_choice import Candidates
-from lightning_obs.errors import CalibrationError, name_list, refuse, require_bool, warn
+from lightning_obs.callbacks.trainer_session import TrainerSession
+from lightning_obs.callbacks.validation_schedule import ValidationSchedule
+from lightning_obs.choice.observer_choice import Candidates, ObserverChoice
+from lightning_obs.errors import CalibrationError, name_list, refuse, refuse_unknown, require_bool, warn
 from lightning_obs.files.sealed import sealed
-from lightning_obs.report.step import Step
+from lightning_obs.report.predictions import Moved
 from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+#: layers in the table that ``trainer.validate`` prints
+_LAYERS_SHOWN = 5
 
-class CalibrationCallback(ObservedBatches):
+
+class CalibrationCallback(SessionCallback):
     """Observe weights and activations during validation and write quantization parameters at the epoch's end.
 
-    Works in ``trainer.validate`` and in the validation of ``trainer.fit`` (each validation calibrates again; the last
-    one stands). Outputs, metrics, ``state_dict`` and the forward of the model do not change. Afterwards:
-    ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
+    Works in ``trainer.validate`` and in the validation of ``trainer.fit``, where each validation calibrates again and
+    the last calibration is kept. Outputs, metrics, ``state_dict`` and the forward of the model do not change.
+    Afterwards: ``callback.result``, ``callback.export(folder)``, ``quantized(model)``.
 
     Args:
-        scheme: as for :class:`~lightning_obs.CalibrationOptions`, or such options.
-        evaluate: run each validation, and each ``trainer.test`` of a calibrated model, a second time through the
-            quantized model. The metrics that ``validation_step`` and ``on_validation_epoch_end`` log for the epoch are
-            logged again as ``<name>_quantized`` (``<name>_quantized/<scheme>`` where several callbacks evaluate), in
-            time for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A model whose output has
-            ``logits`` also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the unquantized model's
-            predictions [nats], and ``quant/agreement``, the share of positions with the same most likely class
-            (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and logits are
-            kept on the CPU for it, up to 2 GiB of each on each rank.
-        every_n_epochs: in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
-            ``evaluate`` also in the first one; the validations between measure with the latest scales.
-        show: print the layers that lose most at the end of ``trainer.validate``.
-        **options: of :class:`~lightning_obs.callbacks.observed_batches.ObservedBatches` and
-            :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
-            :class:`~lightning_obs.CalibrationOptions`. ``observers="auto"`` chooses them in the first validation
-            (:func:`~lightning_obs.choose_observers`; ``callback.choice`` has the scores);
-            ``observers={"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` chooses from your own
-            list. Both work on one device, for models with logits; the model's arguments are kept and run again.
+        scheme (str | dict | QuantizationConfig | CalibrationOptions | None): preset name (``"FP8"``, ``"INT8_STATIC"``,
+            ``"W4A16"``...), a config as a dict or object, or complete options, whose fields the arguments below then
+            replace. None with ``kv_cache``, for the cache alone. No default.
+        evaluate (bool | float): run each validation, and each ``trainer.test`` of a calibrated model, a second time
+            through the quantized model. The metrics that ``validation_step`` and ``on_validation_epoch_end`` log for
+            the epoch are logged again as ``<name>_quantized`` (``<name>_quantized/<scheme>`` where several callbacks
+            evaluate), in time for ``ModelCheckpoint(monitor="val_loss_quantized")`` and ``EarlyStopping``. A model
+            whose output has ``logits`` also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the
+            unquantized model's predictions [nats], and ``quant/agreement``, the share of positions with the same most
+            likely class (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and
+            logits are kept on the CPU for it, up to 2 GiB of each on each rank. Default: False.
+        every_n_epochs (int): in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
+            ``evaluate`` also in the first one; the validations between measure with the latest scales. Default: 1.
+        max_batches (int | None): observe at most this many batches of a validation, on each rank; None: all.
+            Default: None.
+        dataloaders (int | str | Sequence[int | str] | None): the validation loaders to observe, by number, or by key
+            where they are a dict; None: all. Default: None.
+        show (bool): print the layers that lose most at the end of ``trainer.validate``. Default: True.
+        module (str | None): attribute path of the module to calibrate and export; ``""`` is the LightningModule itself.
+            None: the one transformers model that it holds (of several, the one nearest to it); without one its only
+            child with weights, if it has no ``forward`` itself; else the LightningModule. The choice is printed at the
+            start. Default: None.
+        export_folder (str | PathLike | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
+            ``export(export_folder)`` would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is
+            taken and a fit without validation are errors before the first batch. Default: None, nothing is written.
+        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run of this
+            callback. Default: False.
+        sanity_check (bool): also calibrate in fit's sanity check (its few batches). False: nothing is observed there,
+            and a warning names layers that its batches do not call. Default: False.
+        token_mask (str | Callable | None): where to find, in a batch, which tokens count: a key (``"attention_mask"``)
+            or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others
+            (padding) reach no observer. Default: None, all tokens count.
+        log (bool | None): give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
+            docs/reading_the_report.md, and the table of all layers, once per calibration; no data are run for them.
+            Default: None, if there are loggers.
+        targets (str | Sequence[str] | None): the modules to quantize where the scheme does not say. Default: None,
+            every Linear.
+        ignore (str | Sequence[str]): modules to leave alone: names, class names, ``re:`` patterns. Names are relative
+            to the calibrated module. Default: (), none.
+        observers (str | dict | None): observer per base name (weight, input, output; q, k, v):
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. ``"auto"`` chooses them in the
+            first validation (:func:`~lightning_obs.choose_observers`; ``callback.choice`` has the scores);
+            ``{"weight": ["imatrix_mse", {"name": "hessian", "rounding": "gptq"}]}`` chooses from your own list. Both
+            work on one device, for models with logits; the model's arguments are kept and run again. Default: None,
+            the scheme's observers; else ``memoryless_minmax`` for weights and ``minmax`` for the rest.
+        kv_cache (str | dict | QuantizationArgs | None): quantize k and v of every attention module (transformers
+            models): ``"FP8"`` (one scale per layer for k and one for v), ``"FP8_HEAD"`` (one per head), or
+            compressed-tensors' arguments. Default: None.
+        on_missing (str): the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full
+            precision; or ``"siblings"``, which quantizes an expert without tokens with the range of the layer's other
+            experts. In a fit, which an error would end, ``"error"`` is ``"warn"``. Default: ``"error"``.
+        reload (str): the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``,
+            ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of your own, or ``"unchecked"``. A
+            checkpoint that it would refuse is an error now. Default: ``"default"``.
+        engines (str | Sequence[str]): further engines that have to take the checkpoint. Default: ().
+        calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
+            Outputs do not change. Default: False.
+        fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition
+            to those of the known engines: ``[["a_proj", "b_proj"]]``. Default: ().
+        join_fused_scales (bool): let modules that vLLM fuses (q, k, v; gate, up) share their scales per tensor.
+            Default: False.
+        rounding (str | dict | None): ``"gptq"``: after the scales of weights, choose integers that are not the nearest
+            ones, so that the outputs change least; or ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs
+            data. Default: None, as the scheme says; else the nearest integers.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;
@@ -70,38 +123,76 @@ class CalibrationCallback(ObservedBatches):
             (in the sanity check already, where it shows them): they do not end the training.
     """
 
-    @takes_keywords_of(ObservedBatches)
+    @takes_keywords_of(CalibrationOptions)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
         *,
         evaluate: bool | float = False,
         every_n_epochs: int = 1,
+        max_batches: int | None = None,
+        dataloaders: int | str | Sequence[int | str] | None = None,
         show: bool = True,
-        **options: Unpack[BatchKeywords],
+        module: str | None = None,
+        export_folder: str | os.PathLike[str] | None = None,
+        export_overwrite: bool = False,
+        sanity_check: bool = False,
+        token_mask: str | Callable[[Any], torch.Tensor] | None = None,
+        log: bool | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> None:
+        refuse_unknown(options, CalibrationOptions.names(type(self)))
         candidates: Candidates | None = None
         if "observers" in options:
-            options["observers"], candidates = given_candidates(options["observers"])
-        super().__init__(scheme, **options)
-        masked = self.token_mask is not None
-        self._auto = None if candidates is None else AutoObservers(self.options, masked, candidates)
-        if not isinstance(evaluate, (int, float)) or not 0 <= evaluate <= 1:
-            raise CalibrationError("evaluate", got=repr(evaluate), expected="True, False, or a share in (0, 1]")
-        require_at_least(1, every_n_epochs=every_n_epochs)
+            options["observers"], candidates = split_candidates(options["observers"])
         require_bool(show=show)
-        self.evaluate, self.every_n_epochs, self.show = float(evaluate), every_n_epochs, show
-        self._second_pass: QuantizedValidation | None = None  # of the validation that runs now
-        self._sanity_watch: SanityWatch | None = None  # of the sanity check that runs now
+        calibration_options = CalibrationOptions.of(scheme, **options)
+        trainer_session = TrainerSession(module)
+        export_at_end = ExportAtEnd(export_folder, export_overwrite)
+        self.batches = ObservedBatches(token_mask, max_batches, dataloaders)
+        self.quantized_metrics = QuantizedMetrics(evaluate)
+        self.schedule = ValidationSchedule(every_n_epochs, sanity_check, self.quantized_metrics.is_on)
+        self.auto = AutoObservers(calibration_options, candidates, is_masked=token_mask is not None)
+        self.show = show
+        results = Results(
+            trainer_session,
+            calibration_options.label,
+            export_at_end.folder,
+            quantized_metrics=self.quantized_metrics,
+            auto=self.auto,
+            is_masked=token_mask is not None,
+        )
+        super().__init__(
+            calibration_options,
+            trainer_session,
+            results,
+            LoggedResults(log),
+            export_at_end,
+            parts_of_run=[self.batches, self.quantized_metrics, self.schedule, self.auto],
+        )
+
+    @property
+    def choice(self) -> ObserverChoice | None:
+        """The scores where observers are chosen by measurement; None: not chosen, or chosen by an earlier run."""
+        return self.auto.choice
+
+    @property
+    def moved(self) -> Moved | None:
+        """How far the last validation's quantized predictions are from the unquantized ones; None: not measured."""
+        return self.quantized_metrics.moved
+
+    # ------------------------------------------------------------------ before the first batch
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before the first batch, setups that would fail in the end."""
         super().setup(trainer, pl_module, stage)
-        if self.evaluate:
-            require_batches(trainer, pl_module, "evaluate")
-            measured = [one for one in trainer.callbacks if isinstance(one, CalibrationCallback) and one.evaluate]
-            self.measured_as = self.label if len(measured) > 1 else ""
+        self.quantized_metrics.require_possible(trainer, pl_module)
+        evaluating = 0
+        for callback in trainer.callbacks:
+            if isinstance(callback, CalibrationCallback) and callback.quantized_metrics.is_on:
+                evaluating += 1
+        self.quantized_metrics.scheme_in_names = self.label if evaluating > 1 else ""
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -113,190 +204,173 @@ class CalibrationCallback(ObservedBatches):
             remedy="list the calibration first: callbacks=[calibration, averaging].",
         )
         session = self.prepare(trainer, pl_module)
-        if self._auto is not None:
-            self._auto.require_possible(session)
+        if self.auto.is_on:
+            self.auto.require_possible(session)
         if not trainer.enable_validation and not session.has_written:
             warn(
                 f"{self.label}: this Trainer will not validate, so nothing will be calibrated. Give fit a validation "
                 "loader, the LightningModule a validation_step, and leave limit_val_batches above 0."
             )
 
+    # ------------------------------------------------------------------ a validation
+
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the observers; make ready for a second pass."""
-        self.restore_outside_of_fit(trainer)
-        is_due = self._is_due(trainer)
+        """Attach the observers, if this validation calibrates; make ready for a second pass."""
+        restore_outside_of_fit(self, trainer)
+        is_due = self.schedule.is_due(trainer, self.trainer_session.has_calibrated)
         session = self.prepare(trainer, pl_module) if is_due else self.session
         if session is None:
             return
-        if trainer.sanity_checking and not is_due and session.needs_data and not session.has_written:
-            self._sanity_watch = SanityWatch(session)
-        if self.evaluate and not trainer.sanity_checking and (is_due or session.has_written):
-            self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self.evaluate)
+        if not is_due:
+            self.schedule.watch(trainer, session)
+        if self.quantized_metrics.is_on and not trainer.sanity_checking and (is_due or session.has_written):
+            self.quantized_metrics.start(trainer, pl_module, session)
         if is_due:
-            self.observe_validation(trainer, session)
-        if is_due and self._auto is not None:
-            self._auto.start(session)
+            self.batches.start(trainer, session)
+            self.auto.start(session)
 
     @override
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
-        """Keep the batch for the second pass; observe it if it is asked for."""
-        self.on_test_batch_start(trainer, pl_module, *seen)
-        super().on_validation_batch_start(trainer, pl_module, *seen)
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the batch for the second pass; observe it, if the session is attached. In a test it is not."""
+        self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
+        self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
+
+    on_test_batch_start = on_validation_batch_start
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute and write the quantization parameters; ModelCheckpoint, which runs later, saves them."""
-        if self.session is not None and self.session.is_attached:
-            self._calibrate(self.session, trainer, pl_module)
-        self.on_test_epoch_end(trainer, pl_module)
+        """Compute and write the quantization parameters; run the second pass and log its metrics.
 
-    def _calibrate(self, session: CalibrationSession, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._auto is not None:
-            with trainer.precision_plugin.val_step_context():
-                self.session = session = self._auto.choose(session)
-            self.options, self.choice = session.options, self._auto.choice
+        ModelCheckpoint, which runs later, saves the parameters and can monitor the metrics.
+        """
+        if self.session is not None and self.session.is_attached:
+            if self.auto.is_keeping:
+                with trainer.precision_plugin.val_step_context():
+                    self.trainer_session.session = self.auto.choose(self.session)
+                self.options = self.auto.options
+            if self._finalize():
+                self._show_calibration(trainer, pl_module)
+        self.quantized_metrics.measure(trainer, pl_module, self.trainer_session, self.loggers)
+
+    on_test_epoch_end = on_validation_epoch_end
+
+    def _finalize(self) -> bool:
+        """Compute the qparams and write them to the modules; False, with a warning, if data are missing in a fit."""
         try:
-            self.finish_calibration(session, pl_module)
+            self.trainer_session.finalize()
         except CalibrationError as error:
-            if not (session.is_fitting and session.lacked_data):
+            session = self.session
+            if session is None or not (session.observation.is_fitting and session.observation.lacks_data):
                 raise
             warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
-            if not session.has_written and self._second_pass is not None:
-                self._second_pass.close()
-                self._second_pass = None
-            return
-        shown = self.show and trainer.state.fn == TrainerFn.VALIDATING
-        errors = self.layer_errors() if shown or self.logs(trainer) else None
-        self.log_calibration(trainer, pl_module, errors)
-        if shown and errors and trainer.is_global_zero:
-            print_report(layer_table(errors[:5]))
+            if not session.has_written:
+                self.quantized_metrics.stop()
+            return False
+        return True
+
+    def _show_calibration(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give a calibration to the loggers, and print its worst layers in ``trainer.validate``."""
+        is_printed = self.show and trainer.state.fn == TrainerFn.VALIDATING
+        errors = self.layer_errors() if is_printed or self.loggers.is_on(trainer) else []
+        self.results.log_calibration(trainer, pl_module, self.loggers, errors)
+        if is_printed and errors and trainer.is_global_zero:
+            print_report(layer_table(errors[:_LAYERS_SHOWN]))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing behind."""
-        super().on_validation_end(trainer, pl_module)
-        if self._sanity_watch is not None and trainer.is_global_zero:
-            self._sanity_watch.tell()
-        self.clean_up()
+        """Leave nothing on the model; keep the metrics that were logged."""
+        self.results.keep_metrics(trainer)
+        self.schedule.warn_of_uncalled(trainer)
+        stop_all(self.parts_of_run)
 
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; say so if no validation has come."""
-        super().teardown(trainer, pl_module, stage)
-        fits = stage == TrainerFn.FITTING
-        told = fits and (trainer.fast_dev_run or not trainer.enable_validation)
-        known = told or self._waiting_state is not None or self.has_calibrated
-        if stage in (TrainerFn.FITTING, TrainerFn.VALIDATING) and not known:
-            when = f" in an epoch that {self.every_n_epochs} divides" if fits and self.every_n_epochs > 1 else ""
-            warn(
-                f"{self.label}: the {'fit' if fits else 'validation'} has ended and nothing was calibrated: no "
-                f"validation batches were run{when}."
-            )
-
-    @override
-    def clean_up(self) -> None:
-        """Take every hook out. Can be called at any time, any number of times."""
-        super().clean_up()
-        if self._second_pass is not None:
-            self._second_pass.close()
-        self._second_pass = None
-        if self._sanity_watch is not None:
-            self._sanity_watch.close()
-        self._sanity_watch = None
-        if self._auto is not None:
-            self._auto.stop()
-
-    @override
-    def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
-        """Write a checkpoint's qparams; qparams of other options are dropped where this run calibrates again."""
-        changed, runs = changed_options(state, session.plan.config), trainer.state.fn
-        if changed and (trainer.enable_validation if runs == TrainerFn.FITTING else runs == TrainerFn.VALIDATING):
-            rank_zero_info(
-                f"{self.label}: the checkpoint was calibrated with other options ({name_list(changed)}); "
-                "its calibration is dropped, this run calibrates again"
-            )
-        else:
-            super().take_state(trainer, session, state)
-
-    def _is_due(self, trainer: Trainer) -> bool:
-        if trainer.sanity_checking:
-            return self.sanity_check
-        if trainer.state.fn != TrainerFn.FITTING or (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            return True
-        return bool(self.evaluate) and not self.has_calibrated  # a monitor has a value from the first validation on
+    # ------------------------------------------------------------------ a test, and the end
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
         super().on_test_start(trainer, pl_module)
-        if self.evaluate and self.session is not None and self.has_calibrated:
-            self.session.collectives = collectives_of(trainer)
-            self._second_pass = QuantizedValidation(trainer, pl_module, self.session.model, self.evaluate)
-        elif self.evaluate:
-            warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
-
-    @override
-    def on_test_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
-        """Keep the batch for the second pass."""
-        if self._second_pass is not None:
-            self._second_pass.keep_batch(*seen)
-
-    @override
-    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run the second pass of a test or a validation, and log its metrics."""
-        if self._second_pass is not None:
-            metrics = self._second_pass.run(self._calibrated_session())
-            for name, (value, how) in metrics.items():
-                self._log_quantized(trainer, pl_module, name, value, how)
-            self.moved = self._second_pass.moved
-            self.higher_is_better |= self._second_pass.higher_is_better
-            for name in () if self.moved is None else ("divergence", "agreement"):
-                self.log_of_all(trainer, pl_module, name, getattr(self.moved, name))
-
-    def _log_quantized(
-        self, trainer: Trainer, pl_module: LightningModule, name: str, value: torch.Tensor, how: dict[str, Any]
-    ) -> None:
-        """Log a metric of the second pass, as ``<name>_quantized``.
-
-        ``self.log`` would list a metric of one of several loaders under every loader, and before Lightning 2.5 it
-        refuses the number in its name. So the Trainer is told directly; ranks have reduced the value already.
-        """
-        loader = name.partition("/dataloader_idx_")[2]
-        name = quantized_name(name, self.measured_as)
-        if not loader:
-            pl_module.log(name, value, **how)
+        if not self.quantized_metrics.is_on:
             return
-        connector = trainer._logger_connector  # its properties would compute the first pass's metrics too early
-        connector._callback_metrics[name] = value
-        if how["prog_bar"]:
-            connector._progress_bar_metrics[name] = value
-        trainer._active_loop._logged_outputs[int(loader)][name] = value
+        if self.session is None or not self.session.has_written:
+            warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
+            return
+        self.session.begin_run(collectives_of(trainer), is_fitting=False)
+        self.quantized_metrics.start(trainer, pl_module, self.session)
 
     @override
-    def can_run(self, step: Step) -> bool:
-        """Whether a next step can run; of those that need more than other options, what this run has shown is asked."""
-        session = self._calibrated_session()
-        if step.name == "measure":  # where validation logs nothing, a second pass has nothing to measure
-            return not self.evaluate and any(name != "step" for name in next(iter(self.curves[-1:]), {}))
-        if step.name == "observers":
-            return self.moved is not None and self.token_mask is None and can_choose_observers(session)
-        if step.name == "fine_tune":
-            return can_train(session, self._owner)
-        return super().can_run(step)
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind; write ``export_folder``; warn if the run has calibrated nothing."""
+        super().teardown(trainer, pl_module, stage)
+        if self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated:
+            return
+        if stage == TrainerFn.VALIDATING:
+            warn(f"{self.label}: the validation has ended and nothing was calibrated: no validation batches were run.")
+        if stage == TrainerFn.FITTING and trainer.enable_validation and not trainer.fast_dev_run:
+            every = self.schedule.every_n_epochs
+            epochs = f" in an epoch that {every} divides" if every > 1 else ""
+            warn(f"{self.label}: the fit has ended and nothing was calibrated: no validation batches were run{epochs}.")
+
+    # ------------------------------------------------------------------ state
 
     @override
-    def state_of(self, session: CalibrationSession) -> dict[str, Any]:
-        """The quantization parameters, and the observers that were chosen for them; nothing before there are any."""
-        state = session.state_dict()
+    def state_dict(self) -> dict[str, Any]:
+        """Return the quantization parameters and the chosen observers; nothing before there are any.
+
+        Tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every rank must call
+        this, as Lightning does.
+        """
+        if self.trainer_session.saved_state is not None:
+            return self.trainer_session.saved_state
+        if self.session is None:
+            return {}
+        state = self.session.state_dict()
         if not state["qparams"]:
             return {}
-        return state if self._auto is None else sealed({**state, **self._auto.state_dict()})
+        choice = self.auto.state_dict()
+        return sealed({**state, **choice}) if choice else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
         super().load_state_dict(state_dict)
-        if self._auto is not None:
-            self._auto.load_state_dict(state_dict)
-            self.options, self.choice = self._auto.options or self._auto.asked, None
+        self.auto.load_state_dict(state_dict)
+        self.options = self.auto.options
+
+    @override
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """Check the options against the model, restore a loaded state, and return the session that the hooks use.
+
+        A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
+        ``with callback.prepare(trainer, module): pass``. A loaded calibration of other options is dropped where this
+        run calibrates again.
+
+        Args:
+            trainer: runs the model now, or will.
+            pl_module: holds the module to calibrate.
+
+        Raises:
+            CalibrationError: the module cannot be found, or options or state do not fit the model or the Trainer.
+        """
+        session = super().prepare(trainer, pl_module)
+        state = self.trainer_session.take_state()
+        if state is None:
+            return session
+        changes = changed_options(state, session.plan.config)
+        if changes and _calibrates(trainer):
+            rank_zero_info(
+                f"{self.label}: the checkpoint was calibrated with other options ({name_list(changes)}); "
+                "its calibration is dropped, this run calibrates again"
+            )
+        else:
+            session.load_state_dict(state)
+        return session
+
+
+def _calibrates(trainer: Trainer) -> bool:
+    """Whether the run that starts, or goes on, will validate."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return bool(trainer.enable_validation)
+    return bool(trainer.state.fn == TrainerFn.VALIDATING)

@@ -16,7 +16,10 @@ from lightning_obs.model.weight import matrix_shape
 class HasCalibrated(Protocol):
     """A callback that may have calibrated a model."""
 
-    session: Any
+    @property
+    def session(self) -> Any:
+        """The session of the callback's run; None before it ran."""
+        ...
 
     @property
     def has_calibrated(self) -> bool:

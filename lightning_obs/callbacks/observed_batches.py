@@ -1,122 +1,190 @@
-"""Which batches of a validation are observed."""
+"""Choose the batches of a validation that are observed, and the tokens of each that count.
+
+On an accelerator a token mask would have to be copied back to the host, which waits for all queued work. So batches are
+kept as the loaders made them, on the host, from when Lightning fetches them until they run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning_utilities.core.overrides import is_overridden
-from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least, validation_loaders
+from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.lightning_package import class_of
-from lightning_obs.errors import CalibrationError
-from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.callbacks.strategies import repeated_in_batch, repeated_samples
+from lightning_obs.errors import CalibrationError, require_at_least, require_kind, warn
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
     from lightning.pytorch.loops.fetchers import _DataFetcher
 
-
-class BatchKeywords(SessionKeywords, total=False):
-    """The options of :class:`ObservedBatches`, for type checkers and editors."""
-
-    max_batches: int | None
-    dataloaders: int | str | Sequence[int | str] | None
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-class ObservedBatches(SessionCallback):
-    """A callback that observes batches of a validation.
+class ObservedBatches:
+    """Tells a session, batch by batch, whether to observe and which tokens count.
 
     Args:
+        token_mask: key of the batch, or function of it, that gives a tensor ``(batch, tokens)``, nonzero for tokens
+            that count; None: all count.
         max_batches: observe at most this many batches of a validation, on each rank; None: all.
-        dataloaders: the observed ones of several validation loaders, by number, or by key where they are a dict;
-            None: all.
-        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
-            :class:`~lightning_obs.CalibrationOptions`.
+        dataloaders: the validation loaders to observe, by number, or by key where they are a dict; None: all.
+
+    Raises:
+        CalibrationError: an argument of another type, or ``max_batches`` below one.
     """
 
-    @takes_keywords_of(SessionCallback)
     def __init__(
         self,
-        scheme: SchemeLike | CalibrationOptions | None,
-        *,
+        token_mask: str | Callable[[Any], torch.Tensor] | None,
         max_batches: int | None = None,
         dataloaders: int | str | Sequence[int | str] | None = None,
-        **options: Unpack[SessionKeywords],
     ) -> None:
-        super().__init__(scheme, **options)
+        require_kind("token_mask", token_mask, (str, Callable), "a key of the batch, or a function of it")
         require_at_least(1, max_batches=max_batches)
-        self.max_batches = max_batches
-        self.dataloaders = [dataloaders] if isinstance(dataloaders, (str, int)) else dataloaders and list(dataloaders)
-        #: on an accelerator, by number and loader, batches that were fetched and not run, on the host
-        self._fetched: dict[tuple[int, int], Any] = {}
+        self.token_mask = token_mask
+        self._max_batches = max_batches
+        self._loader_names = _as_list(dataloaders)
+        #: on an accelerator, by ``(batch_idx, dataloader_idx)``, batches on the host that were fetched and not run
+        self._on_host: dict[tuple[int, int], Any] = {}
 
-    @override
-    def observe_validation(self, trainer: Trainer, session: CalibrationSession) -> None:
-        """Attach the observers; refuse numbers or names of loaders that the Trainer does not have."""
+    def start(self, trainer: Trainer, session: CalibrationSession) -> None:
+        """Attach the session's observers for a validation that starts.
+
+        Raises:
+            CalibrationError: ``dataloaders`` has a number or a key that the Trainer's loaders do not have.
+        """
         loaders = validation_loaders(trainer)
-        known = list(dict.fromkeys([*range(len(loaders)), *loaders]))
-        wrong = [one for one in self.dataloaders or () if one not in known]
-        if wrong or self.dataloaders == []:
-            expected = f"some of the {len(loaders)} validation loaders: {known}"
-            raise CalibrationError("dataloaders", got=wrong or "none", expected=expected)
-        super().observe_validation(trainer, session)
-        self._fetched = {}
-        if class_of(_fetcher(trainer), "_PrefetchDataFetcher") and _moves_batches_only(trainer):
-            _show_fetched(trainer, self._keep)
+        self._require_loaders(loaders)
+        if trainer.world_size > 1:
+            _warn_of_repeated_samples(trainer, loaders)
+        session.attach(count_calls=False)
+        self._on_host = {}
+        if class_of(_fetcher(trainer), "_PrefetchDataFetcher") and _transfers_only(trainer):
+            _show_fetched(trainer, self._keep_on_host)
 
-    @override
-    def on_validation_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    def begin_batch(
+        self, trainer: Trainer, session: CalibrationSession | None, batch: Any, batch_idx: int, dataloader_idx: int
     ) -> None:
-        """Pause the observers for batches that are not asked for; find out which tokens of the others count."""
-        if self.session is not None and self.session.is_attached:
-            names = {dataloader_idx, list(validation_loaders(trainer))[dataloader_idx]}
-            of_loader = self.dataloaders is None or not names.isdisjoint(self.dataloaders)
-            wanted = of_loader and (self.max_batches is None or self.session.batches < self.max_batches)
-            self.session.is_paused = not wanted
-        # A mask on the host is read without waiting for the accelerator.
-        batch = self._fetched.pop((batch_idx, dataloader_idx), batch)
-        super().on_validation_batch_start(trainer, pl_module, batch, batch_idx, dataloader_idx)
+        """Before a validation batch runs: observe it or not, and mask its padding and repeated samples.
 
-    def _keep(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        self._fetched[batch_idx, dataloader_idx] = batch
+        Nothing happens unless the session is attached.
 
-    @override
-    def clean_up(self) -> None:
-        """Remove every hook, and release the batches."""
-        super().clean_up()
-        self._fetched = {}
+        Raises:
+            CalibrationError: the batch has no token mask.
+        """
+        if session is None or not session.is_attached:
+            return
+        session.ignore_calls(not self._is_wanted(trainer, session, dataloader_idx))
+        batch = self._on_host.pop((batch_idx, dataloader_idx), batch)
+        mask = self.mask_of(batch)
+        if trainer.world_size > 1:
+            loader = list(validation_loaders(trainer).values())[dataloader_idx]
+            mask = _masked_also(mask, repeated_in_batch(loader, batch_idx))
+        session.mask_tokens(mask)
+        session.warn_of_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
+        if not session.observation.calls.is_paused:
+            session.count_batches()
+
+    def mask_of(self, batch: Any) -> torch.Tensor | None:
+        """Return which tokens of a batch count, ``(batch, tokens)``; None: all."""
+        return None if self.token_mask is None else find_mask(batch, self.token_mask)
+
+    def stop(self) -> None:
+        """Release the batches that are kept. Can be called at any time, any number of times."""
+        self._on_host = {}
+
+    def _is_wanted(self, trainer: Trainer, session: CalibrationSession, dataloader_idx: int) -> bool:
+        if self._max_batches is not None and session.batches >= self._max_batches:
+            return False
+        if self._loader_names is None:
+            return True
+        key = list(validation_loaders(trainer))[dataloader_idx]
+        return dataloader_idx in self._loader_names or key in self._loader_names
+
+    def _require_loaders(self, loaders: Mapping[Any, Any]) -> None:
+        if self._loader_names is None:
+            return
+        names = list(dict.fromkeys([*range(len(loaders)), *loaders]))
+        unknown = [name for name in self._loader_names if name not in names]
+        if unknown or not self._loader_names:
+            raise CalibrationError(
+                "dataloaders",
+                got=unknown or "none",
+                expected=f"some of the {len(loaders)} validation loaders: {names}",
+            )
+
+    def _keep_on_host(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self._on_host[batch_idx, dataloader_idx] = batch
+
+
+def validation_loaders(trainer: Trainer) -> dict[Any, Any]:
+    """The Trainer's validation loaders by number, or by key where they are a dict."""
+    loaders = trainer.val_dataloaders
+    if isinstance(loaders, Mapping):
+        return dict(loaders)
+    if not isinstance(loaders, (list, tuple)):
+        loaders = [loaders]
+    return dict(enumerate(loaders))
+
+
+def _as_list(dataloaders: int | str | Sequence[int | str] | None) -> list[int | str] | None:
+    if dataloaders is None:
+        return None
+    if isinstance(dataloaders, (str, int)):
+        return [dataloaders]
+    return list(dataloaders)
+
+
+def _warn_of_repeated_samples(trainer: Trainer, loaders: Mapping[Any, Any]) -> None:
+    repeated = sum(repeated_samples(loader) for loader in loaders.values())
+    if repeated:
+        warn(
+            f"rank {trainer.global_rank}: DistributedSampler repeats {repeated} sample(s), so that all ranks have "
+            "as many. Calibration leaves them out; your own metrics count them twice."
+        )
+
+
+def _masked_also(mask: torch.Tensor | None, samples: torch.Tensor | None) -> torch.Tensor | None:
+    """Combine the mask ``(batch, tokens)`` of tokens with the mask ``(batch,)`` of samples; None: all count."""
+    if samples is None:
+        return mask
+    if mask is None:
+        return samples
+    samples = samples.to(mask.device, mask.dtype)
+    return (mask.T * samples).T
 
 
 def _fetcher(trainer: Trainer) -> _DataFetcher:
-    """What takes batches from the loaders of the validation that starts."""
+    """The object that takes batches from the loaders of the validation that runs."""
     return trainer._active_loop._data_fetcher
 
 
 def _show_fetched(trainer: Trainer, see: Callable[[Any, int, int], None]) -> None:
-    """Show ``see`` each batch of the validation that starts, with its number and loader, when it is fetched."""
+    """Call ``see(batch, batch_idx, dataloader_idx)`` whenever the validation that starts fetches a batch."""
     fetcher = _fetcher(trainer)
-    for found in getattr(fetcher, "batches", ()):  # a loader without a length has fetched a batch in advance
-        see(*found)
+    for fetched in getattr(fetcher, "batches", ()):  # a loader without a length has fetched a batch in advance
+        see(*fetched)
 
-    def shown(fetched: Iterator[Any]) -> Iterator[Any]:
-        for found in iter(partial(next, fetched), None):  # iter(fetched) would begin at the first batch again
-            see(*found)
-            yield found
+    def shown(batches: Iterator[Any]) -> Iterator[Any]:
+        for fetched in iter(partial(next, batches), None):  # iter(batches) would begin at the first batch again
+            see(*fetched)
+            yield fetched
 
     fetcher.iterator = shown(fetcher.iterator)
 
 
-def _moves_batches_only(trainer: Trainer) -> bool:
-    """Whether Lightning moves the loaders' batches to an accelerator, and no hook of the user's changes them."""
-    hooks = "on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"
+def _transfers_only(trainer: Trainer) -> bool:
+    """Whether Lightning moves batches to an accelerator, and no hook of the user changes them on the way."""
     for owner in (trainer.lightning_module, trainer.datamodule):
-        lightnings = class_of(owner, "LightningModule", "LightningDataModule")
-        if lightnings is not None and any(is_overridden(hook, owner, lightnings) for hook in hooks):
+        lightning_class = class_of(owner, "LightningModule", "LightningDataModule")
+        if lightning_class is None:
+            continue
+        if any(is_overridden(hook, owner, lightning_class) for hook in _TRANSFER_HOOKS):
             return False
     return bool(trainer.strategy.root_device.type != "cpu")

@@ -16,11 +16,11 @@ def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bo
     """Whether the session's model can be calibrated with other options.
 
     Args:
-        session: whose model and options these are. Nothing on the model changes.
+        session: of the calibration; nothing on its model changes.
         changes: fields of :class:`~lightning_obs.CalibrationOptions` with their new values.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they are for the run that is proposed
+        warnings.simplefilter("ignore")  # warnings concern the run that is proposed, which may never start
         try:
             CalibrationSession(session.model, replace(session.options, **changes))
         except CalibrationError:

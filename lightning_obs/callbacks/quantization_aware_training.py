@@ -1,45 +1,44 @@
 """Fine-tune through fake quantization, so that the checkpoint gives the numbers that validation saw.
 
-:mod:`.quantized_fit` decides which ranges are in force meanwhile; here are the trained parameters and the loss.
-
-No callback hook can replace the loss: ``on_before_backward`` only reads it, and a second ``backward`` there would
-miss gradient accumulation and the loss scale. So ``training_step`` is wrapped while fit runs.
+:mod:`.quantized_fit` decides which ranges are in force meanwhile, and :mod:`.distillation` changes the loss. Start
+reading at the callback's hooks: each calls these parts.
 """
 
 from __future__ import annotations
 
-import functools
+import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.lightning_package import move_data_to_device
-from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
-from lightning_obs.errors import CalibrationError, refuse, require_choice, warn
+from lightning_obs.callbacks.distillation import Distillation
+from lightning_obs.callbacks.export_at_end import ExportAtEnd
+from lightning_obs.callbacks.lightning_package import TrainerFn
+from lightning_obs.callbacks.logged_results import LoggedResults
+from lightning_obs.callbacks.observed_batches import ObservedBatches
+from lightning_obs.callbacks.quantized_fit import QuantizedFit
+from lightning_obs.callbacks.results import Results
+from lightning_obs.callbacks.session_callback import SessionCallback, restore_outside_of_fit, stop_all
+from lightning_obs.callbacks.strategies import average_gradients
+from lightning_obs.callbacks.trainable import require_precision, require_trainable
+from lightning_obs.callbacks.trainer_session import TrainerSession
+from lightning_obs.errors import CalibrationError, refuse_unknown, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
-from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
-from lightning_obs.forward.calls import in_evaluation_mode, logits_of
-from lightning_obs.model.additions import keep_hook_out, set_attributes
-from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import adapters_of
-from lightning_obs.model.wrappers import drops_inputs
+from lightning_obs.fine_tuning.quantized_training import Phase
 from lightning_obs.schemes.config import SchemeLike, has_rounding
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
-
-class QuantizationAwareTraining(QuantizedFit):
+class QuantizationAwareTraining(SessionCallback):
     """Train through fake quantization in ``trainer.fit``; validate, test and predict through it too.
 
     Weights are quantized from the first step on, and their ranges are observed again at every validation. Activations
@@ -47,34 +46,87 @@ class QuantizationAwareTraining(QuantizedFit):
     checkpoint, from the sanity check (``sanity_check=True``), or from the first ``calibration_batches`` training
     batches. Afterwards ``callback.export(folder)`` writes the model of the last validation.
 
-    A ``trainer.validate`` before any of that calibrates as :class:`CalibrationCallback` does; later it measures the
-    quantized model, and its data change no activation range.
+    A ``trainer.validate`` before any of that calibrates the model; later it measures the quantized model, and its data
+    change no activation range.
 
     Args:
-        scheme: as for :class:`CalibrationCallback`.
-        train: ``"weights"``; ``"scales"`` alone, from where calibration put them; or ``"all"``, both. Learned scales
-            (not those of q, k and v) join the first parameter group of the optimizer that trains their module, and are
-            no longer observed. With ``"scales"`` every parameter of the LightningModule is frozen while fit runs.
-            NVFP4's block scales are learned with ``"scales"`` only; global scales, zero points and scales of MX never.
-        distill: weight of the divergence of the quantized model's logits from the teacher's, added to the loss that
-            ``training_step`` returns; ``"only"``: it is the loss; 0: none. Default: ``"only"`` for scales alone,
-            else 0. It costs one more forward per step. Logged as ``quant/distillation``.
-        teacher: takes the calls that the quantized model takes. None: the model itself, unquantized.
-        **options: of :class:`~lightning_obs.callbacks.quantized_fit.QuantizedFit` and
-            :class:`~lightning_obs.callbacks.base.SessionCallback`, and the fields of
-            :class:`~lightning_obs.CalibrationOptions`.
+        scheme (str | dict | QuantizationConfig | CalibrationOptions | None): preset name (``"FP8"``, ``"INT8_STATIC"``,
+            ``"W4A16"``...), a config as a dict or object, or complete options, whose fields the arguments below then
+            replace. None with ``kv_cache``, for the cache alone. No default.
+        train (str): ``"weights"``; ``"scales"`` alone, from where calibration put them; or ``"all"``, both. Learned
+            scales (not those of q, k and v) join the first parameter group of the optimizer that trains their module,
+            and are no longer observed. With ``"scales"`` every parameter of the LightningModule is frozen while fit
+            runs. NVFP4's block scales are learned with ``"scales"`` only; global scales, zero points and scales of MX
+            never. Default: ``"weights"``.
+        distill (float | str | None): weight of the divergence of the quantized model's logits from the teacher's, added
+            to the loss that ``training_step`` returns; ``"only"``: it is the loss; 0: none. It costs one more forward
+            per step. Logged as ``quant/distillation``. Default: None, ``"only"`` for scales alone, else 0.
+        teacher (Module | None): takes the calls that the quantized model takes. Default: None, the model itself,
+            unquantized.
+        quantize (str): tensors quantized in training: ``"all"``, ``"weights"`` or ``"activations"``. Validation and
+            export always quantize all that the scheme says. Default: ``"all"``.
+        observe (str): the data that refresh the ranges of activations: ``"train"``, the ``calibration_batches``
+            training batches after a validation; ``"val"``, every validation of fit, for the training after it;
+            ``"none"``, nothing after the first calibration. Default: ``"train"``.
+        calibration_batches (int): how many training batches are observed at a time. They do not run compiled. With 0,
+            nothing is observed in training. Default: 16.
+        start_epoch (int): nothing is quantized or observed before this epoch. Default: 0.
+        start_step (int): nothing is quantized or observed before this many optimizer steps. Default: 0.
+        freeze_after (int | None): from this epoch on the ranges of activations do not change. Default: None, never.
+        module (str | None): attribute path of the module to calibrate and export; ``""`` is the LightningModule itself.
+            None: the one transformers model that it holds (of several, the one nearest to it); without one its only
+            child with weights, if it has no ``forward`` itself; else the LightningModule. The choice is printed at the
+            start. Default: None.
+        export_folder (str | PathLike | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
+            ``export(export_folder)`` would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is
+            taken and a fit without validation are errors before the first batch. Default: None, nothing is written.
+        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run of this
+            callback. Default: False.
+        sanity_check (bool): quantize and observe also in fit's sanity check (its few batches). Default: False.
+        token_mask (str | Callable | None): where to find, in a batch, which tokens count: a key (``"attention_mask"``)
+            or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others
+            (padding) reach no observer. Default: None, all tokens count.
+        log (bool | None): give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
+            docs/reading_the_report.md, and the table of all layers, once per validation; no data are run for them.
+            Default: None, if there are loggers.
+        targets (str | Sequence[str] | None): the modules to quantize where the scheme does not say. Default: None,
+            every Linear.
+        ignore (str | Sequence[str]): modules to leave alone: names, class names, ``re:`` patterns. Names are relative
+            to the calibrated module. Default: (), none.
+        observers (str | dict | None): observer per base name (weight, input, output; q, k, v):
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: None, the scheme's
+            observers; else ``memoryless_minmax`` for weights and ``minmax`` for the rest.
+        kv_cache (str | dict | QuantizationArgs | None): quantize k and v of every attention module (transformers
+            models): ``"FP8"`` (one scale per layer for k and one for v), ``"FP8_HEAD"`` (one per head), or
+            compressed-tensors' arguments. Default: None.
+        on_missing (str): the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full
+            precision; or ``"siblings"``, which quantizes an expert without tokens with the range of the layer's other
+            experts. In a fit, which an error would end, ``"error"`` is ``"warn"``. Default: ``"error"``.
+        reload (str): the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``,
+            ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of your own, or ``"unchecked"``. A
+            checkpoint that it would refuse is an error now. Default: ``"default"``.
+        engines (str | Sequence[str]): further engines that have to take the checkpoint. Default: ().
+        calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
+            Outputs do not change. Default: False.
+        fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition
+            to those of the known engines: ``[["a_proj", "b_proj"]]``. Default: ().
+        join_fused_scales (bool): let modules that vLLM fuses (q, k, v; gate, up) share their scales per tensor.
+            Default: False.
+        rounding (str | dict | None): with ``train="scales"`` only: ``"gptq"``, training starts from integers that are
+            chosen so that the outputs change least, and that stay. Default: None, as the scheme says; else the nearest
+            integers.
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
-            not in float32, or where :class:`CalibrationCallback` raises; at the first step, if nothing will ever
-            calibrate the activations.
+            not in float32, and for targets, shapes or devices; at the first step, if nothing will ever calibrate the
+            activations; at a batch without its token mask; when ranges are computed, for values that are not finite.
 
     Reference:
         Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3; for
         ``train`` Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153.
     """
 
-    @takes_keywords_of(QuantizedFit)
+    @takes_keywords_of(CalibrationOptions)
     def __init__(
         self,
         scheme: SchemeLike | CalibrationOptions | None,
@@ -82,38 +134,62 @@ class QuantizationAwareTraining(QuantizedFit):
         train: Literal["weights", "scales", "all"] = "weights",
         distill: float | Literal["only"] | None = None,
         teacher: nn.Module | None = None,
-        **options: Unpack[FitKeywords],
+        quantize: Literal["all", "weights", "activations"] = "all",
+        observe: Literal["train", "val", "none"] = "train",
+        calibration_batches: int = 16,
+        start_epoch: int = 0,
+        start_step: int = 0,
+        freeze_after: int | None = None,
+        module: str | None = None,
+        export_folder: str | os.PathLike[str] | None = None,
+        export_overwrite: bool = False,
+        sanity_check: bool = False,
+        token_mask: str | Callable[[Any], torch.Tensor] | None = None,
+        log: bool | None = None,
+        **options: Unpack[OptionKeywords],
     ) -> None:
-        super().__init__(scheme, **options)
-        require_choice("train", train, ("weights", "scales", "all"))
+        refuse_unknown(options, CalibrationOptions.names(type(self)))
+        calibration_options = CalibrationOptions.of(scheme, **options)
+        self.quantized_fit = QuantizedFit(
+            train, quantize, observe, calibration_batches, start_epoch, start_step, freeze_after, sanity_check
+        )
         if distill is None:
             distill = "only" if train == "scales" else 0.0
-        if distill != "only" and not (isinstance(distill, (int, float)) and distill >= 0):
-            raise CalibrationError("distill", got=repr(distill), expected="zero or more, or 'only'")
-        if has_rounding(self.options.config) and train != "scales":
-            raise CalibrationError(
-                "training the weights undoes their rounding",
-                got="QuantizationAwareTraining(rounding=...)",
-                remedy="train='scales'; or train without it, then calibrate the trained model with "
-                "CalibrationCallback(rounding='gptq').",
-            )
-        if train == "scales" and not distill:
-            raise CalibrationError(
-                "train='scales' learns from the unquantized model",
-                got="distill=0",
-                expected="distill='only', or the weight of its term beside your loss",
-            )
-        if teacher is not None and not distill:
-            raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
-        self.train, self.distill, self.teacher = train, distill, teacher
-        self._on_fit = ExitStack()  # closed when fit ends: the LightningModule is as it was
+        self.distillation = Distillation(distill, teacher)
+        if train == "scales":
+            _require_distillation(self.distillation)
+        else:
+            _refuse_rounding(calibration_options)
+        self.train = train
+        self.batches = ObservedBatches(token_mask)
+        self.changes_of_fit = _ChangesOfFit()
+        trainer_session = TrainerSession(module)
+        export_at_end = ExportAtEnd(export_folder, export_overwrite)
+        results = Results(
+            trainer_session,
+            calibration_options.label,
+            export_at_end.folder,
+            require_exportable=self.quantized_fit.require_ranges,
+        )
+        super().__init__(
+            calibration_options,
+            trainer_session,
+            results,
+            LoggedResults(log),
+            export_at_end,
+            parts_of_run=[self.quantized_fit, self.batches, self.changes_of_fit],
+        )
+
+    # ------------------------------------------------------------------ fit
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse a model that the user froze: no optimizer could be made of it, nor DDP."""
         super().setup(trainer, pl_module, stage)
-        trained = [parameter.requires_grad for parameter in pl_module.parameters()]
-        if stage == "fit" and self.train == "scales" and trained and not any(trained):
+        if stage != "fit" or self.train != "scales":
+            return
+        parameters = list(pl_module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
             raise CalibrationError(
                 "every parameter is frozen, so configure_optimizers has nothing to make an optimizer of",
                 remedy="leave requires_grad on: fit freezes the parameters, and puts the scales in their place.",
@@ -122,62 +198,38 @@ class QuantizationAwareTraining(QuantizedFit):
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse setups that cannot train; hand learned scales to the optimizer, wrap the loss."""
-        self.require_precision(trainer)
+        require_precision(trainer)
         session = self.prepare(trainer, pl_module)
-        refuse(
-            [
-                name
-                for name, module in session.model.named_modules()
-                if is_offloaded(module) and any(p.requires_grad for p in module.parameters(recurse=False))
-            ],
-            "offloaded weights cannot be trained",
-            remedy="load the model whole, or freeze them (parameter.requires_grad_(False)) and train the others.",
-        )
-        refuse(
-            [target.name for target in session.plan.targets if drops_inputs(adapters_of(target.module))],
-            "adapters with dropout cannot be trained as a part of the quantized weight",
-            remedy="set lora_dropout=0 in peft's LoraConfig.",
-        )
-        assert self._training is not None
-        if self._training.learned is not None and trainer.optimizers:
-            self._training.learned.join(trainer.optimizers)
-        if self.distill:
-            if self.teacher is not None and next(self.teacher.parameters()).device.type == "cpu":
-                self.teacher.to(pl_module.device)
-            step = self._distilling_step(pl_module, session.model, self.logs(trainer))
-            self._on_fit.callback(set_attributes(pl_module, training_step=step))
-
-    @staticmethod
-    def require_precision(trainer: Trainer) -> None:
-        """Refuse a Trainer that trains weights in another precision than they were loaded in."""
-        if trainer.precision not in _PRECISIONS:
-            raise CalibrationError(
-                "training needs weights in the precision that they were loaded in",
-                got=f"Trainer(precision={str(trainer.precision)!r})",
-                expected=", ".join(_PRECISIONS),
-                remedy="use bf16-mixed; for weights in bfloat16 load the model with dtype=torch.bfloat16 and leave "
-                "precision at 32-true.",
-            )
+        require_trainable(session)
+        training = self.quantized_fit.training
+        if training.learned is not None and trainer.optimizers:
+            training.learned.join(trainer.optimizers)
+        if self.distillation.is_on:
+            log = self.loggers.is_on(trainer)
+            unwrap_step = self.distillation.wrap_step(pl_module, training, self.batches, log)
+            self.changes_of_fit.callback(unwrap_step)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freeze the weights where scales are trained alone."""
+        """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone."""
         super().on_train_start(trainer, pl_module)
+        self.quantized_fit.begin_fit(trainer)
+        self.results.was_trained = True
         if self.train == "scales":
-            self._on_fit.enter_context(frozen(pl_module))
+            self.changes_of_fit.enter_context(frozen(pl_module))
             if isinstance(trainer.strategy.model, DistributedDataParallel):
-                self._on_fit.enter_context(trainer.strategy.model.no_sync())  # it would wait for frozen weights
+                # Otherwise it would wait for the gradients of frozen weights.
+                self.changes_of_fit.enter_context(trainer.strategy.model.no_sync())
 
     @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe the trained weights; warn if training scales alone has changed none.
-
-        A float8 scale takes a change of 3 to 6 % to become its neighbour.
-        """
-        super().on_train_end(trainer, pl_module)
-        learned = None if self._training is None or self.train != "scales" else self._training.learned
-        if learned is not None and trainer.is_global_zero and trainer.global_step and not learned.has_changed:
-            warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Put the ranges of the last validation in force; observe this batch if ranges are due."""
+        if not self.quantized_fit.has_started(trainer):
+            return
+        self.quantized_fit.begin_training_batch(trainer, pl_module)
+        training = self.quantized_fit.training
+        if training.phase is Phase.OBSERVING and self.batches.token_mask is not None:
+            training.session.mask_tokens(self.batches.mask_of(batch))
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,120 +237,149 @@ class QuantizationAwareTraining(QuantizedFit):
 
         Not later: a gradient that a loss scale made infinite on one rank must be seen on all before they step.
         """
-        if self._training is None or self._training.learned is None or trainer.world_size == 1:
-            return
-        parameters = self._training.learned.parameters
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        mean = trainer.strategy.reduce(torch.cat([grad.reshape(-1) for grad in grads]), reduce_op="mean")
-        for parameter, grad in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = grad.reshape(parameter.shape).clone()
-
-    def _distilling_step(self, pl_module: LightningModule, student: nn.Module, log: bool) -> Callable[..., Any]:
-        """The ``training_step``, with the divergence of each call of ``student`` from the teacher's in its loss."""
-        if not pl_module.automatic_optimization:
-            raise CalibrationError(
-                "distill needs automatic optimization",
-                remedy="add the divergence in your training_step (callbacks.quantization_aware_training.divergence), "
-                "and leave distill=0.",
-            )
-        assert self._training is not None
-        training_step, training = pl_module.training_step, self._training
-
-        @functools.wraps(training_step)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            calls: list[tuple[Any, Any, Any]] = []
-            remember = student.register_forward_hook(lambda m, a, k, out: calls.append((a, k, out)), with_kwargs=True)
-            forget = keep_hook_out(student, remember)
-            try:
-                result = training_step(*args, **kwargs)
-            finally:
-                forget()
-            if result is None:  # the user skips this batch
-                return None
-            if not calls:
-                raise CalibrationError(
-                    f"training_step did not call {type(student).__name__}, so there are no logits to distill",
-                    remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
-                )
-            counts = self.mask_of(args[0] if args else kwargs["batch"])
-            terms = [divergence(_logits_of(out), _logits_of(self._teach(*a, **k)), counts) for a, k, out in calls]
-            mean = torch.stack(terms).mean()
-            if log:
-                pl_module.log("quant/distillation", mean.detach())
-            loss = result["loss"] if isinstance(result, dict) else result
-            loss = mean if self.distill == "only" else loss + self.distill * mean
-            if not loss.requires_grad and not training.is_quantized and training.learned is not None:
-                loss = loss + sum(0 * factor.sum() for factor in training.learned.parameters)
-            return {**result, "loss": loss} if isinstance(result, dict) else loss
-
-        return step
-
-    def _teach(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._training is not None
-        model = self.teacher if self.teacher is not None else self._training.session.model
-        if self.teacher is not None:
-            args, kwargs = move_data_to_device((args, kwargs), next(self.teacher.parameters()).device)
-        with self._training.unquantized(), in_evaluation_mode(model), torch.no_grad():
-            return model(*args, **kwargs)
+        learned = self.quantized_fit.training.learned
+        if learned is not None and trainer.world_size > 1:
+            average_gradients(trainer, learned.parameters)
 
     @override
-    def clean_up(self) -> None:
-        """Give the model its own forward back, and the LightningModule its ``training_step`` and trained weights."""
-        super().clean_up()
-        self._on_fit.close()
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Write the ranges after the last of the observed batches."""
+        self.quantized_fit.end_training_batch()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Observe the trained weights; warn if training scales alone has changed none.
+
+        A float8 scale takes a change of 3 to 6 % to become its neighbour.
+        """
+        self.quantized_fit.end_fit()
+        learned = self.quantized_fit.training.learned
+        if self.train != "scales" or learned is None or not trainer.is_global_zero:
+            return
+        if trainer.global_step and not learned.has_changed:
+            warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")
+
+    # ------------------------------------------------------------------ validate, test and predict
+
+    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a validation, unless it has begun; called at its first batch, and on a rank without batches at its end.
+
+        Not in ``on_validation_start``, where a callback that averages weights may still put others into the model.
+        """
+        if self.quantized_fit.validation_is_due(trainer):
+            restore_outside_of_fit(self, trainer)
+            self.prepare(trainer, pl_module)
+            self.quantized_fit.begin_validation(trainer, pl_module, self.batches)
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Before the first batch observe weights and quantize everything, or observe data for a first calibration."""
+        self._begin_validation(trainer, pl_module)
+        self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the ranges of a first calibration; keep a fit's statistics until training goes on."""
+        self._begin_validation(trainer, pl_module)
+        if self.session is not None and self.session.is_attached:
+            if trainer.state.fn == TrainerFn.VALIDATING:
+                self.trainer_session.finalize()
+            else:
+                self.quantized_fit.gather_statistics()
+        if self.trainer_session.has_calibrated and not trainer.sanity_checking:
+            self.results.log_calibration(trainer, pl_module, self.loggers)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the metrics that were logged; go on to training, or leave nothing behind."""
+        self.results.keep_metrics(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.quantized_fit.end_validation(trainer)
+        else:
+            stop_all(self.parts_of_run)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Run quantized, with the qparams of ``test(ckpt_path=...)`` or of the fit before; ``predict`` too."""
+        restore_outside_of_fit(self, trainer)
+        if self.session is not None or self.trainer_session.saved_state is not None:
+            self.prepare(trainer, pl_module)
+        if self.session is not None and self.quantized_fit.is_quantized:
+            self.quantized_fit.begin_test(pl_module)
+        elif trainer.is_global_zero:
+            warn(f"{self.label}: nothing was calibrated, the model runs in full precision")
+
+    on_predict_start = on_test_start
+
+    # ------------------------------------------------------------------ the session and its state
+
+    @override
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """Check the options against the model, restore a loaded state, and return the session that the hooks use.
+
+        A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
+        ``with callback.prepare(trainer, module): pass``.
+
+        Args:
+            trainer: runs the model now, or will.
+            pl_module: holds the module to calibrate.
+
+        Raises:
+            CalibrationError: the module cannot be found, or options or state do not fit the model or the Trainer.
+        """
+        session = super().prepare(trainer, pl_module)
+        self.quantized_fit.use(session)
+        state = self.trainer_session.take_state()
+        if state is not None:
+            self.quantized_fit.load_state_dict(state)
+        return session
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """Return ranges, learned scales, and how far an observation has come, so that a resumed fit goes on from there.
+
+        Tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every rank must call
+        this, as Lightning does.
+        """
+        if self.trainer_session.saved_state is not None:
+            return self.trainer_session.saved_state
+        if self.session is None:
+            return {}
+        return self.quantized_fit.state_dict()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind. On several ranks a half-done observation starts again."""
+        self.quantized_fit.give_up_on_ranks(trainer)
+        super().on_exception(trainer, pl_module, exception)
 
 
-def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
-    """Whether :class:`QuantizationAwareTraining` can train a model that was calibrated, with the same options.
-
-    Args:
-        session: of the calibration.
-        pl_module: holds the model; it may be attached to a Trainer, whose precision is then asked.
-    """
-    model = session.model
-    package = getattr(pl_module.training_step, "__module__", "").partition(".")[0]
-    if package in ("", "lightning", "pytorch_lightning"):  # Lightning's own, which trains nothing
-        return False
-    if any(map(is_offloaded, model.modules())):
-        return False
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        return False
-    try:
-        if pl_module._trainer is not None:
-            QuantizationAwareTraining.require_precision(pl_module.trainer)
-        QuantizationAwareTraining(session.options)
-        QuantizedTraining(session)
-    except CalibrationError:
-        return False
-    return True
-
-
-def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Kullback-Leibler divergence of the student's distribution from the teacher's, in nats, mean over tokens.
-
-    Logits are ``(..., classes)``; ``mask`` is ``(...)``, nonzero for tokens that count. The teacher gets no gradient.
-    Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
-
-    >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
-    0.6931
-    """
-    teacher = teacher.to(student.device)
-    if mask is not None and mask.shape == student.shape[:-1]:
-        chosen = mask.to(student.device).bool()
-        student, teacher = student[chosen], teacher[chosen]
-    log_p, log_q = (F.log_softmax(x.float(), dim=-1).flatten(0, -2) for x in (teacher.detach(), student))
-    return F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
-
-
-def _logits_of(output: Any) -> torch.Tensor:
-    """As :func:`logits_of`; of a tuple, its first tensor."""
-    is_tuple = isinstance(output, (tuple, list))
-    logits = logits_of(next((x for x in output if isinstance(x, torch.Tensor)), None) if is_tuple else output)
-    if logits.ndim > 3:
+def _require_distillation(distillation: Distillation) -> None:
+    """Refuse to train scales alone without a teacher's predictions to learn from."""
+    if not distillation.is_on:
         raise CalibrationError(
-            "distill reads logits whose last dimension holds the classes",
-            got=f"logits of shape {tuple(logits.shape)}",
-            expected="(batch, classes) or (batch, tokens, classes)",
-            remedy="wrap the model in a module that returns (batch, positions, classes), or leave distill=0.",
+            "train='scales' learns from the unquantized model",
+            got="distill=0",
+            expected="distill='only', or the weight of its term beside your loss",
         )
-    return logits
+
+
+def _refuse_rounding(options: CalibrationOptions) -> None:
+    """Refuse to train weights whose integers are chosen: the first step would round them to the nearest again."""
+    if has_rounding(options.config):
+        raise CalibrationError(
+            "training the weights undoes their rounding",
+            got="QuantizationAwareTraining(rounding=...)",
+            remedy="train='scales'; or train without it, then calibrate the trained model with "
+            "CalibrationCallback(rounding='gptq').",
+        )
+
+
+class _ChangesOfFit(ExitStack):
+    """Changes of the LightningModule while fit runs: its wrapped ``training_step``, its frozen weights."""
+
+    def stop(self) -> None:
+        """Undo the changes."""
+        self.close()

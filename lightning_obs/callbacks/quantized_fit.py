@@ -13,164 +13,165 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
-from typing_extensions import Unpack, override
 
-from lightning_obs.calibration.options import CalibrationOptions, takes_keywords_of
 from lightning_obs.calibration.saved_state import refuse_other_options
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords, require_at_least
 from lightning_obs.callbacks.lightning_package import TrainerFn
-from lightning_obs.errors import CalibrationError, require_choice, warn
+from lightning_obs.callbacks.observed_batches import ObservedBatches
+from lightning_obs.errors import CalibrationError, require_at_least, require_bool, require_choice
 from lightning_obs.files.read import naming
 from lightning_obs.files.sealed import sealed
 from lightning_obs.fine_tuning.quantized_training import Phase, QuantizedTraining
-from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 
-class FitKeywords(SessionKeywords, total=False):
-    """The options of a quantized fit, for type checkers and editors."""
+class QuantizedFit:
+    """Runs the model through fake quantization in fit, validation, test and prediction, and decides when to observe it.
 
-    quantize: Literal["all", "weights", "activations"]
-    observe: Literal["train", "val", "none"]
-    calibration_batches: int
-    start_epoch: int
-    start_step: int
-    freeze_after: int | None
-
-
-class QuantizedFit(SessionCallback):
-    """Runs the model through fake quantization in fit, validation, test and prediction, and observes it when asked.
+    The callback's hooks call it; the ranges themselves are those of a
+    :class:`~lightning_obs.fine_tuning.quantized_training.QuantizedTraining`.
 
     Args:
+        train: parameters to train: ``"weights"``, ``"scales"`` or ``"all"``.
         quantize: tensors quantized in training: ``"all"``, ``"weights"`` or ``"activations"``. Validation and export
             always quantize all that the scheme says.
-        observe: the data that refresh the ranges of activations: ``"train"``, the ``calibration_batches`` training
-            batches after a validation; ``"val"``, every validation of fit, for the training after it; ``"none"``,
-            nothing after the first calibration.
-        calibration_batches: how many training batches are observed at a time. They do not run compiled. With 0,
-            nothing is observed in training.
+        observe: the data that refresh the ranges of activations: ``"train"``, ``"val"`` or ``"none"``.
+        calibration_batches: how many training batches are observed at a time; 0: none.
         start_epoch: nothing is quantized or observed before this epoch.
         start_step: nothing is quantized or observed before this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations do not change; None: never.
-        **options: of :class:`~lightning_obs.callbacks.base.SessionCallback`.
+        sanity_check: also quantize and observe in fit's sanity check.
+
+    Raises:
+        CalibrationError: an argument with another value than these.
     """
 
-    train: str = "weights"
-
-    @takes_keywords_of(SessionCallback)
     def __init__(
         self,
-        scheme: SchemeLike | CalibrationOptions | None,
-        *,
-        quantize: Literal["all", "weights", "activations"] = "all",
-        observe: Literal["train", "val", "none"] = "train",
-        calibration_batches: int = 16,
-        start_epoch: int = 0,
-        start_step: int = 0,
-        freeze_after: int | None = None,
-        **options: Unpack[SessionKeywords],
+        train: Literal["weights", "scales", "all"],
+        quantize: Literal["all", "weights", "activations"],
+        observe: Literal["train", "val", "none"],
+        calibration_batches: int,
+        start_epoch: int,
+        start_step: int,
+        freeze_after: int | None,
+        sanity_check: bool,
     ) -> None:
-        super().__init__(scheme, **options)
-        self.quantize, self.observe, self.calibration_batches = quantize, observe, calibration_batches
-        self.start_epoch, self.start_step, self.freeze_after = start_epoch, start_step, freeze_after
+        require_choice("train", train, ("weights", "scales", "all"))
         require_choice("quantize", quantize, ("all", "weights", "activations"))
         require_choice("observe", observe, ("train", "val", "none"))
         require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
         require_at_least(0, start_epoch=start_epoch, start_step=start_step)
+        require_bool(sanity_check=sanity_check)
+        self._train = train
+        self._quantize = quantize
+        self._observe = observe
+        self._calibration_batches = calibration_batches
+        self._start_epoch = start_epoch
+        self._start_step = start_step
+        self._freeze_after = freeze_after
+        self._sanity_check = sanity_check
         self._training: QuantizedTraining | None = None
-        #: the state in which the last fit ended, where weights were observed afterwards; None: the present state
+        #: the state in which the last fit ended, if weights were observed afterwards; None: the present state counts
         self._state_of_fit: dict[str, Any] | None = None
-        self._validated = 0  # validation batches that Lightning has counted when this callback last looked
+        #: validation batches that Lightning had counted when this object last looked
+        self._validation_batches = 0
 
-    @override
-    def _session_to_export(self) -> CalibrationSession:
-        if self._training is not None and self._training.is_quantized and not self._training.has_all_ranges:
-            needed = (
-                f"{self.calibration_batches} training batches were observed"
-                if self.calibration_batches
-                else "a validation"
-            )
-            raise CalibrationError(
-                "activations were not calibrated yet",
-                got=f"a fit that ended before {needed}",
-                remedy="run trainer.validate with this callback, then export; or set a smaller calibration_batches.",
-            )
-        return super()._session_to_export()
-
-    # ------------------------------------------------------------------ the model in training
-
-    @override
-    def make_session(self, model: nn.Module) -> CalibrationSession:
-        """A session whose training goes on where an earlier session of the same model left it."""
-        self._state_of_fit = None
-        session, training = super().make_session(model), self._training
-        if training is not None and training.session.model is model:
-            training.session.detach()
-            training.session = session
-        else:
-            self.clean_up()
-            self._training = QuantizedTraining(session, self.train)
-        return session
-
-    def _running(self, trainer: Trainer, pl_module: LightningModule) -> QuantizedTraining:
-        if self._training is None or self.session is None or self._waiting_state is not None:
-            self.prepare(trainer, pl_module)
+    @property
+    def training(self) -> QuantizedTraining:
+        """The ranges of the session's model; there are some once the session was prepared."""
         assert self._training is not None
-        self._training.start(around=pl_module)
         return self._training
 
-    # ------------------------------------------------------------------ fit
+    @property
+    def is_quantized(self) -> bool:
+        """Whether anything was calibrated."""
+        return self._training is not None and self._training.is_quantized
 
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Take a checkpoint that Lightning loads after ``on_fit_start``; count earlier validations."""
-        super().on_train_start(trainer, pl_module)
-        self._validated = _validation_batches(trainer)
-        self._state_of_fit = None
-        self.was_trained = True
-
-    @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put the ranges of the last validation in force; observe this batch if ranges are due."""
-        if not self._has_started(trainer):
+    def use(self, session: CalibrationSession) -> None:
+        """Train with this session from now on; where an earlier session of the same model stopped, if there is one."""
+        if self._training is not None and self._training.session is session:
             return
-        training = self._running(trainer, pl_module)
-        if _validation_batches(trainer) != self._validated:  # counted, not run: a resumed run begins behind it
-            self._validated = _validation_batches(trainer)
+        self._state_of_fit = None
+        if self._training is not None and self._training.session.model is session.model:
+            self._training.session.detach()
+            self._training.session = session
+        else:
+            self.stop()
+            self._training = QuantizedTraining(session, self._train)
+
+    def stop(self) -> None:
+        """Give the model its own forward back. Can be called at any time, any number of times."""
+        if self._training is not None:
+            self._training.stop()
+
+    def require_ranges(self) -> None:
+        """Refuse to export a model whose activations were not calibrated yet.
+
+        Raises:
+            CalibrationError: weights have ranges, and some activation has none.
+        """
+        training = self._training
+        if training is None or not training.is_quantized or training.has_all_ranges:
+            return
+        data = "a validation"
+        if self._calibration_batches:
+            data = f"{self._calibration_batches} training batches were observed"
+        raise CalibrationError(
+            "activations were not calibrated yet",
+            got=f"a fit that ended before {data}",
+            remedy="run trainer.validate with this callback, then export; or set a smaller calibration_batches.",
+        )
+
+    # ------------------------------------------------------------------ training batches
+
+    def begin_fit(self, trainer: Trainer) -> None:
+        """Training starts, or is resumed after earlier validations."""
+        self._validation_batches = _validation_batches(trainer)
+        self._state_of_fit = None
+
+    def begin_training_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the ranges of the last validation in force; observe this batch and the next ones if ranges are due.
+
+        Raises:
+            CalibrationError: activations have no ranges, and no option would ever give them any.
+        """
+        training = self.training
+        training.start(around=pl_module)
+        if _validation_batches(trainer) != self._validation_batches:
+            # A resumed fit starts after a validation whose batches Lightning counts as run. It has run in another
+            # process; here its transitions are made up for.
+            self._validation_batches = _validation_batches(trainer)
             training.begin_validation()
             training.end_validation()
-        due = training.begin_training_batch()
-        training.switch.weights = self.quantize != "activations"
-        training.switch.activations = self.quantize != "weights"
-        if due and self._may_observe(trainer, training, "train"):
-            if self.calibration_batches:
-                training.observe_training()
-            elif self.observe != "val" and not training.has_all_ranges:
-                raise CalibrationError(
-                    f"nothing will ever calibrate the activations of {self.label}",
-                    got=f"calibration_batches=0, observe={self.observe!r}",
-                    remedy="set calibration_batches, sanity_check or observe='val', or run trainer.validate first.",
-                )
-        if training.phase is Phase.OBSERVING and self.token_mask is not None:
-            training.session.mask_tokens(self.mask_of(batch))
+        ranges_are_due = training.begin_training_batch()
+        training.switch.weights = self._quantize != "activations"
+        training.switch.activations = self._quantize != "weights"
+        if not (ranges_are_due and self._may_observe(trainer, "train")):
+            return
+        if self._calibration_batches:
+            training.observe_training()
+        elif self._observe != "val" and not training.has_all_ranges:
+            raise CalibrationError(
+                f"nothing will ever calibrate the activations of {training.session.label}",
+                got=f"calibration_batches=0, observe={self._observe!r}",
+                remedy="set calibration_batches, sanity_check or observe='val', or run trainer.validate first.",
+            )
 
-    @override
-    def on_train_batch_end(self, *_: Any) -> None:
+    def end_training_batch(self) -> None:
         """Write the ranges after the last of the observed batches."""
         training = self._training
-        if training is not None and training.end_training_batch(self.calibration_batches):
-            rank_zero_info(f"{self.label}: ranges of activations from {training.session.batches} batches")
+        if training is not None and training.end_training_batch(self._calibration_batches):
+            session = training.session
+            rank_zero_info(f"{session.label}: ranges of activations from {session.batches} batches")
 
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def end_fit(self) -> None:
         """Observe the weights that were trained since the last validation, so that they can be exported.
 
         The strategy has not been torn down yet: the model is on its device, and ranks can communicate. A callback that
-        averages weights puts them into the model in this hook, too; if it is listed after this one, the export refuses
+        averages weights puts them into the model in the same hook; if it is listed after this one, the export refuses
         the changed weights until a validation has observed them.
 
         Checkpoints that are saved afterwards have the state in which training ended: a run that resumes from them goes
@@ -179,134 +180,110 @@ class QuantizedFit(SessionCallback):
         training = self._training
         if training is None or not training.has_trained or not training.has_all_ranges:
             return
-        self._state_of_fit = self.state_of(training.session)
+        self._state_of_fit = self.state_dict()
         training.refresh_weights()
 
-    # ------------------------------------------------------------------ validate, test and predict
+    def has_started(self, trainer: Trainer) -> bool:
+        """Whether fit has reached ``start_epoch`` and ``start_step``."""
+        return bool(trainer.current_epoch >= self._start_epoch and trainer.global_step >= self._start_step)
 
-    @override
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """In ``trainer.validate`` of a model without ranges: calibrate it. Else wait for the first batch."""
-        self._state_of_fit = None
-        if trainer.state.fn == TrainerFn.VALIDATING and self._lacks_ranges(trainer, pl_module):
-            session = self.prepare(trainer, pl_module)
-            if session.needs_data:
-                self.observe_validation(trainer, session)
+    # ------------------------------------------------------------------ validation, test and predict
 
-    @override
-    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *seen: Any) -> None:
-        """Before the first batch, and after every other callback's start: observe weights, quantize everything."""
-        self._begin_validation(trainer, pl_module)
-        super().on_validation_batch_start(trainer, pl_module, *seen)
+    def validation_is_due(self, trainer: Trainer) -> bool:
+        """Whether the running validation has still to begin here; asked before each of its batches, and at its end.
 
-    @override
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the statistics until training goes on; the very first ranges are in force at once."""
-        self._begin_validation(trainer, pl_module)  # other ranks may have batches, and their weights' ranges are shared
-        training = self._training
-        if training is not None and training.session.is_attached:
-            if trainer.state.fn == TrainerFn.VALIDATING:
-                self.finish_calibration(training.session, pl_module)
-            else:
-                training.gather()
-                if not training.has_all_ranges:
-                    training.write()
-        if self.has_calibrated and not trainer.sanity_checking:
-            self.log_calibration(trainer, pl_module)
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on to training, or leave nothing behind."""
-        super().on_validation_end(trainer, pl_module)
+        A validation of a fit does not begin in a sanity check that is left out, nor before ``start_epoch``.
+        """
+        if self._training is not None and self._training.validating:
+            return False
         if trainer.state.fn != TrainerFn.FITTING:
-            self.clean_up()
+            is_observed = self._training is not None and self._training.session.is_attached
+            return not is_observed
+        if trainer.sanity_checking and not self._sanity_check:
+            return False
+        return self.has_started(trainer)
+
+    def begin_validation(self, trainer: Trainer, pl_module: LightningModule, batches: ObservedBatches) -> None:
+        """Observe the weights and quantize everything; or calibrate a model that has no ranges yet.
+
+        Called before the first batch, after every other callback's ``on_validation_start``; on a rank without batches
+        at the end, as the ranges of its weights may be needed by the others.
+
+        Args:
+            trainer: runs the validation.
+            pl_module: holds the model.
+            batches: attach the session of a model that is calibrated by ``trainer.validate``.
+        """
+        training = self.training
+        session = training.session
+        self._state_of_fit = None
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        lacks_ranges = not training.has_all_ranges and not training.has_observed
+        if not is_fitting and session.needs_data and (not training.is_quantized or lacks_ranges):
+            batches.start(trainer, session)
             return
-        self._validated = _validation_batches(trainer)
+        training.start(around=pl_module)
+        training.begin_validation()
+        if is_fitting and (self._observe == "val" or trainer.sanity_checking) and self._may_observe(trainer, "val"):
+            session.attach(count_calls=False)
+
+    def end_validation(self, trainer: Trainer) -> None:
+        """A validation of a fit has ended; training goes on."""
+        self._validation_batches = _validation_batches(trainer)
         if self._training is not None:
             self._training.end_validation()
 
-    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Once in each validation, unless it calibrates the model for the first time."""
-        fits = trainer.state.fn == TrainerFn.FITTING
-        calibrates = self.session is not None and self.session.is_attached and not fits
-        skipped = (trainer.sanity_checking and not self.sanity_check) or (fits and not self._has_started(trainer))
-        if calibrates or skipped:
-            return
-        training = self._running(trainer, pl_module)
-        asked = fits and (self.observe == "val" or trainer.sanity_checking)
-        if training.begin_validation() and asked and self._may_observe(trainer, training, "val"):
-            training.session.attach(count_calls=False)
+    def gather_statistics(self) -> None:
+        """Keep a fit's validation statistics until training goes on; the very first ranges are in force at once."""
+        self.training.gather()
+        if not self.training.has_all_ranges:
+            self.training.write()
 
-    @override
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run quantized, with the qparams of ``test(ckpt_path=...)`` or of the fit before; ``predict`` too."""
-        if self._is_calibrated(trainer, pl_module):
-            training = self._running(trainer, pl_module)
-            training.refresh_weights()
-            training.switch.weights = training.switch.activations = True
-        elif trainer.is_global_zero:
-            warn(f"{self.label}: nothing was calibrated, the model runs in full precision")
+    def begin_test(self, pl_module: LightningModule) -> None:
+        """Run a test or a prediction quantized, with the weights observed as they are."""
+        training = self.training
+        training.start(around=pl_module)
+        training.refresh_weights()
+        training.switch.weights = True
+        training.switch.activations = True
 
-    on_predict_start = on_test_start
-
-    def _is_calibrated(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        self.restore_outside_of_fit(trainer)
-        if self._waiting_state is None and self.session is None:
-            return False
-        self.prepare(trainer, pl_module)
-        return self._training is not None and self._training.is_quantized
-
-    def _lacks_ranges(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        """Whether there are no ranges yet, of activations neither in force nor in training batches observed so far."""
-        if not self._is_calibrated(trainer, pl_module):
-            return True
-        assert self._training is not None
-        return not self._training.has_all_ranges and not self._training.has_observed
-
-    def _has_started(self, trainer: Trainer) -> bool:
-        return bool(trainer.current_epoch >= self.start_epoch and trainer.global_step >= self.start_step)
-
-    def _may_observe(self, trainer: Trainer, training: QuantizedTraining, source: str) -> bool:
-        """Whether these data may give the ranges of activations: the first there are, or others if asked for."""
+    def _may_observe(self, trainer: Trainer, source: Literal["train", "val"]) -> bool:
+        """Whether these data may give ranges of activations: the first ranges, or newer ones if they are asked for."""
+        training = self.training
         if not training.has_all_ranges:
             return training.session.needs_data
-        frozen = self.freeze_after is not None and trainer.current_epoch >= self.freeze_after
-        return self.observe == source and training.can_refresh and not frozen and not trainer.sanity_checking
+        if self._freeze_after is not None and trainer.current_epoch >= self._freeze_after:
+            return False
+        return self._observe == source and training.can_refresh and not trainer.sanity_checking
 
     # ------------------------------------------------------------------ state
 
-    @override
-    def state_of(self, session: CalibrationSession) -> dict[str, Any]:
-        """Ranges, learned scales, and where in an observation training is."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the ranges, learned scales, and how far an observation has come."""
         if self._state_of_fit is not None:
             return self._state_of_fit
-        assert self._training is not None
-        return sealed({**session.state_dict(), "training": self._training.state_dict()})
+        training = self.training
+        return sealed({**training.session.state_dict(), "training": training.state_dict()})
 
-    @override
-    def take_state(self, trainer: Trainer, session: CalibrationSession, state: dict[str, Any]) -> None:
-        """Write the ranges of a checkpoint, and resume training where it stood."""
-        assert self._training is not None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Write the ranges of a checkpoint to the model, and go on with training where it stopped.
+
+        Raises:
+            CalibrationError: the state has other options, is damaged, or is of another model.
+        """
+        session = self.training.session
         refuse_other_options(state, session.plan.config)
         with naming("the saved state of the training", remedy="resume from another checkpoint."):
             # Before the ranges, as it writes nothing to the model.
-            self._training.load_state_dict(state.get("training", {}))
-        super().take_state(trainer, session, state)
+            self.training.load_state_dict(state.get("training", {}))
+        session.load_state_dict(state)
 
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind. On several ranks a half-done observation starts again: the others may be elsewhere."""
-        training = self._training
-        if trainer.world_size > 1 and training is not None and training.phase in (Phase.OBSERVING, Phase.GATHERED):
-            training.give_up()
-        super().on_exception(trainer, pl_module, exception)
-
-    @override
-    def clean_up(self) -> None:
-        """Give the model its own forward back."""
-        super().clean_up()
-        if self._training is not None:
-            self._training.stop()
+    def give_up_on_ranks(self, trainer: Trainer) -> None:
+        """After an exception on several ranks, start a half-done observation again: each rank may be elsewhere."""
+        if trainer.world_size == 1 or self._training is None:
+            return
+        if self._training.phase in (Phase.OBSERVING, Phase.GATHERED):
+            self._training.give_up()
 
 
 def _validation_batches(trainer: Trainer) -> int:

@@ -24,8 +24,8 @@ class SanityWatch:
 
     def __init__(self, session: CalibrationSession) -> None:
         self._label = session.label
-        inside_experts = tuple(f"{name}." for name in session.experts.containers)
-        needing_data = {name for name, _ in session.fed}
+        inside_experts = tuple(f"{name}." for name in session.observation.experts.containers)
+        needing_data = {name for name, _ in session.data_observers}
         self._uncalled: dict[nn.Module, str] = {}
         self._hooks = ExitStack()
         self._hooks.enter_context(run_eagerly())

@@ -112,8 +112,9 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
                     keys = [key for key in keys if output.takes(key, prefixes)]
                 output.put_all(_gathered_entries(module, keys), prefixes)
     # Tensors that hooks add to the state dict; every rank gathers them, also a rank without ``put``.
-    further_entries = [Entry(name, whole_tensor(value)) for name, value in further_tensors.items()]
-    output.put_all(further_entries, [""])
+    for name, value in further_tensors.items():
+        whole_value = whole_tensor(value)
+        output.put_all([Entry(name, whole_value)], [""])
     return output.failure
 
 
@@ -145,8 +146,7 @@ class _Output:
 def module_entries(module: nn.Module) -> Iterable[Entry]:
     """One module's own entries in a checkpoint, compressed if it was calibrated; see :func:`store`."""
     state = _state_tensors(module)
-    keys = [key for key in (*module._parameters, *module._buffers) if key in state]
-    return _gathered_entries(module, keys)
+    return _gathered_entries(module, _keys_in(state, module, ""))
 
 
 def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]:
@@ -182,5 +182,9 @@ def _own_tensors(model: nn.Module, state: Container[str]) -> Iterator[_OwnTensor
     """Every module under all of its names, with its own tensors that are in ``state``."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
-        keys = [key for key in (*module._parameters, *module._buffers) if prefix + key in state]
-        yield _OwnTensors(prefix, module, keys)
+        yield _OwnTensors(prefix, module, _keys_in(state, module, prefix))
+
+
+def _keys_in(state: Container[str], module: nn.Module, prefix: str) -> list[str]:
+    """The names of a module's own parameters and buffers that a state dict holds, where ``prefix`` precedes them."""
+    return [key for key in (*module._parameters, *module._buffers) if prefix + key in state]

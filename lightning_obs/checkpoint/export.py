@@ -24,11 +24,12 @@ from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.model.checksums import require_ready
+from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.module_qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import in_shards, model_bytes, register_fsdp_units
-from lightning_obs.model.wrappers import adopt_adapters, unwrapped, without_adapters, without_wrappers
+from lightning_obs.model.weight import in_shards, model_bytes
+from lightning_obs.model.wrappers import register_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
@@ -135,7 +136,7 @@ def _refuse_unmergeable(model: nn.Module) -> None:
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
     refuse(
-        adopt_adapters(model),
+        register_adapters(model),
         "these adapters cannot be merged into a weight here",
         remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
     )

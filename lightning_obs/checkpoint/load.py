@@ -179,16 +179,14 @@ def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
     layout = {name: value.to("meta") for name, value in model.state_dict().items()}
     for target in targets:
         prefix = f"{target.name}." if target.name else ""
-        tensors = {key: layout.pop(prefix + key) for key in _own_keys(target.module)}
+        tensors = Tensors()
+        for key in target.module.state_dict():
+            if "." not in key:  # else of a module inside it
+                tensors[key] = layout.pop(prefix + key)
         tensors |= meta_qparams(target)
         for key, meta in compressed_layout(target.module, tensors, target.scheme).items():
             layout[prefix + key] = meta
     return layout
-
-
-def _own_keys(module: nn.Module) -> list[str]:
-    """The names in a module's state dict that are not the names of modules inside it."""
-    return [key for key in module.state_dict() if "." not in key]
 
 
 def _form(value: torch.Tensor) -> str:

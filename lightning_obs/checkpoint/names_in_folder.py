@@ -6,7 +6,7 @@ wanted later, or the other way round.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 
 from torch import nn
@@ -24,7 +24,7 @@ def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
     ('model.net', '')
     """
     model_paths = _paths_with_tensors(model)
-    stored_paths = {_path(name) for name in stored}
+    stored_paths = _paths(stored)
     fitting = []
     for prefix in _common_prefixes(stored_paths):
         inner_paths = {_path_below(prefix, path) for path in stored_paths}
@@ -49,7 +49,7 @@ def hint_of_names(model: nn.Module, stored: Sequence[str]) -> str | None:
         model: the module to load into, which the folder does not fit.
         stored: the names of the tensors in the folder.
     """
-    stored_paths = {_path(name) for name in stored}
+    stored_paths = _paths(stored)
     for name, child in model.named_modules():
         if name and stored_paths == _paths_with_tensors(child):
             return f"the folder holds `{name}` of this module: load_checkpoint(module.{name}, folder)."
@@ -65,14 +65,14 @@ def hint_of_names(model: nn.Module, stored: Sequence[str]) -> str | None:
     return None
 
 
-def _path(name: str) -> str:
-    """The path of the module that has a tensor."""
-    return name.rpartition(".")[0]
+def _paths(names: Iterable[str]) -> set[str]:
+    """The paths of the modules that have tensors of these names."""
+    return {name.rpartition(".")[0] for name in names}
 
 
 def _paths_with_tensors(model: nn.Module) -> set[str]:
     """The paths of the modules that have tensors in the state dict."""
-    return {_path(name) for name in model.state_dict()}
+    return _paths(model.state_dict())
 
 
 def _is_below(prefix: str, path: str) -> bool:

@@ -49,7 +49,7 @@ def write_quantization_config(
         members = [name for name, module in calibrated.items() if get_scheme(module) == group]
         targets = _targets_of(group, model, members, engines)
         config.config_groups[key] = group.model_copy(update={"targets": targets})  # modules have the group as well
-    known_modules = {*dict(model.named_modules()), *(_module_of(tensor) for tensor in tensors)}
+    known_modules = {*dict(model.named_modules()), *map(_module_of, tensors)}
     config.ignore += _patterns_of_unknown(unknown, known_modules)
     compressor.update_config(str(folder))
 

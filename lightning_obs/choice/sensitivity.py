@@ -313,15 +313,14 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
         )
         with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
             for session in observing.values():
-                session.read = next(iter(observing.values())).read
-                session.attach()
+                session.attach(shares_calls_with=next(iter(observing.values())))
                 stack.callback(session.detach)
             if observing:
                 for batch in batches or ():
                     call_on(model, batch)
         for name, session in sessions.items():
             session.finalize()  # and detach
-            for observer in session.fed.values():
+            for observer in session.data_observers.values():
                 observer.reset()  # a Hessian is large
             for target in _calibrated_targets(session):
                 twins.setdefault(target.name, {})[name] = _twin(target.module)

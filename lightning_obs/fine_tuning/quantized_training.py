@@ -31,6 +31,7 @@ from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import lacks_inputs
 
 
 class Phase(Enum):
@@ -68,7 +69,7 @@ class QuantizedTraining:
 
     def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
         refuse(
-            session.weighed if train != "scales" else [],
+            session.observation.weighed_modules if train != "scales" else [],
             "weigh_tokens needs weights that stay as they are, and these are trained",
             remedy="leave it out, or set train='scales'.",
         )
@@ -149,7 +150,7 @@ class QuantizedTraining:
     @property
     def _input_observers(self) -> dict[Key, Observer]:
         """The observers that choose a weight's scale or rounding by its inputs."""
-        return {key: observer for key, observer in self.session.fed.items() if observer.needs_inputs}
+        return {key: observer for key, observer in self.session.data_observers.items() if observer.needs_inputs}
 
     @property
     def _weights_stay(self) -> bool:
@@ -199,7 +200,7 @@ class QuantizedTraining:
         """
         if self.phase is not Phase.OBSERVING:
             return False
-        self.session.batches += 1
+        self.session.count_batches()
         if self.session.batches < wanted:
             return False
         self.write()
@@ -273,7 +274,7 @@ class QuantizedTraining:
         if result is not None:
             excused.update(result.fallback)
         for (module_name, _), observer in self._input_observers.items():
-            if observer.lacks_inputs and module_name not in excused:
+            if lacks_inputs(observer) and module_name not in excused:
                 return True
         return False
 
@@ -299,7 +300,7 @@ class QuantizedTraining:
         session = self.session
         state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
-            state["observed"] = dump_observation(session.fed, session.collectives)
+            state["observed"] = dump_observation(session.data_observers, session.collectives)
         elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
             state["statistics"] = dump_statistics(self._input_observers)
         if self.learned is not None:
@@ -316,10 +317,10 @@ class QuantizedTraining:
         session.detach()
         self._is_resumed = True
         self.phase = Phase(state["phase"])
-        session.batches = state["batches"]
-        load_statistics(session.fed, state.get("statistics", {}))
+        session.count_batches(0, after=state["batches"])
+        load_statistics(session.data_observers, state.get("statistics", {}))
         if "observed" in state:
-            is_loaded = load_observation(session.fed, state["observed"], session.collectives)
+            is_loaded = load_observation(session.data_observers, state["observed"], session.collectives)
             if not is_loaded:
                 self.give_up()
         if self.learned is not None and "learned" in state:

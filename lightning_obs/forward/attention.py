@@ -30,11 +30,11 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.shared_blocks import SharedBlocks
-from lightning_obs.model.additions import add, keep_hook_out, set_attributes
+from lightning_obs.model.additions import keep_hook_out, keep_out_of_copies, set_attributes, value_before
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-#: compressed-tensors' switch of an attention module, and the attribute that holds its value from before all blocks
-_ENABLED, _BEFORE = "quantization_enabled", "quantization_was_enabled"
+#: compressed-tensors' switch of an attention module
+_ENABLED = "quantization_enabled"
 
 
 @contextmanager
@@ -52,8 +52,7 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
             for name, initialize in (cache, query) if "q" in states else (cache,):
                 stack.enter_context(_hooks[name].around(module, partial(_hooked, model, module, name, initialize)))
             # A module that was calibrated before would quantize while it is observed.
-            before = vars(module).get(_BEFORE, vars(module).get(_ENABLED))
-            stack.callback(set_attributes(module, **{_ENABLED: False, _BEFORE: before}))
+            stack.callback(set_attributes(module, **{_ENABLED: False}))
         yield
 
 
@@ -76,10 +75,11 @@ def register_state_change(
 
     It is not called if the module's quantization was switched off before. Returns a function that removes the hook.
     """
+    was_switched_off = value_before(module, _ENABLED) is False
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
         setattr(module, _ENABLED, False)  # whoever wrote other scales meanwhile has cleared it
-        return value if vars(module)[_BEFORE] is False else change(value)
+        return value if was_switched_off else change(value)
 
     return keep_hook_out(_reader(module, base_name), _REGISTER[base_name](module, replace))
 
@@ -125,7 +125,7 @@ def _hooked(
             own["_forward_pre_hooks"].pop(hook, None)
             own["_forward_pre_hooks_with_kwargs"].pop(hook, None)
 
-    undo = add(module, take_out)
+    undo = keep_out_of_copies(module, take_out)
     try:
         yield
     finally:
@@ -159,7 +159,7 @@ def _attention_function(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "config"):
-                stack.callback(add(module, put_plain, lambda: None))
+                stack.callback(keep_out_of_copies(module, put_plain, lambda: None))
         try:
             yield
         finally:

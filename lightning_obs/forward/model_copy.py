@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.additions import add
+from lightning_obs.model.additions import keep_out_of_copies
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -49,7 +49,8 @@ class ModelCopy:
         own_objects = _objects_of(model)
         with ExitStack() as stack, _DetachedCopies():
             for module in model.modules():
-                stack.callback(add(module, functools.partial(_take_out_watchers, own_objects), lambda: None))
+                take_out = functools.partial(_take_out_watchers, own_objects)
+                stack.callback(keep_out_of_copies(module, take_out, lambda: None))
             try:
                 self.model, self.args, self.kwargs = deepcopy((model, args, dict(kwargs)), self._memo)
             except (MemoryError, torch.OutOfMemoryError):

@@ -38,13 +38,13 @@ from lightning_obs.forward.quantized_tensors import (
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.checksums import not_ready
+from lightning_obs.model.mark import make_mark, mark_of
 from lightning_obs.model.module_qparams import calibrated_modules, move_qparams, quantized_states, read_qparams
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
 
-#: the attribute of a module in a :func:`quantized` block, which nothing observes; it holds the thread that runs it
-INSIDE = "inside_quantized"
+#: held while threads are compared and noted
 _claiming = Lock()
 
 # ---------------------------------------------------------------------- entering and leaving
@@ -105,19 +105,31 @@ def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
 def unobserved(model: nn.Module) -> Iterator[None]:
     """A block in which nothing observes the modules, and only this thread runs them; another thread's are refused."""
     thread = get_ident()
+    modules = list(model.modules())
     with _claiming:
-        if any(vars(module).get(INSIDE, thread) != thread for module in model.modules()):
-            raise CalibrationError(
-                f"another thread runs {type(model).__name__}, or a part of it, quantized",
-                remedy="enter quantized() once, around all threads that run the model.",
-            )
-        undos = [set_attributes(module, **{INSIDE: thread}) for module in model.modules()]
+        for module in modules:
+            mark = mark_of(module)
+            if mark is not None and any(other_thread != thread for other_thread in mark.quantizing_threads):
+                raise CalibrationError(
+                    f"another thread runs {type(model).__name__}, or a part of it, quantized",
+                    remedy="enter quantized() once, around all threads that run the model.",
+                )
+        for module in modules:
+            make_mark(module).quantizing_threads.append(thread)
     try:
         yield
     finally:
         with _claiming:
-            for undo in undos:
-                undo()
+            for module in modules:
+                mark = make_mark(module)
+                mark.quantizing_threads.remove(thread)
+                mark.remove_if_empty()
+
+
+def is_inside_quantized(module: nn.Module) -> bool:
+    """Whether the module is in a :func:`quantized` block now, so that its calls are not observed."""
+    mark = mark_of(module)
+    return mark is not None and bool(mark.quantizing_threads)
 
 
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Weights that rest on the CPU or on disk until their module runs, as accelerate or compressed-tensors dispatched it.
+"""Weights that are on the CPU or on disk until their module runs, as accelerate or compressed-tensors dispatched it.
 
 accelerate wraps ``forward`` in a hook that sets the module's parameters before, and leaves them on the meta device
 after it; a module's hook may bring in the parameters of all modules below it (``preload_module_classes``).
@@ -6,14 +6,14 @@ compressed-tensors puts a cache in the place of ``_parameters`` and ``_buffers``
 Here both are the same: a module is :data:`at_rest`, where metadata cost nothing, or :func:`brought_in` for the length
 of a block, on the device on which it computes (:func:`execution_device`).
 
-Dispatched modules are not moved by anybody else: Lightning's ``model.to(device)`` and its ``model.cpu()`` at the end
-leave it where it is (:func:`stay_put`).
+Nobody else moves dispatched modules: Lightning calls ``model.to(device)`` before a run and ``model.cpu()`` after it,
+and both leave them where they are (:func:`stay_put`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import _GeneratorContextManager, contextmanager
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -25,12 +25,11 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.additions import set_attributes
-from lightning_obs.model.kinds import OWNER, is_dispatched
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.mark import make_mark, mark_of
 
-#: the attribute of a module that holds the parameters it shares with another module, by name
-_TIED = "tied_to"
-
-_Change: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+#: converts one tensor: the argument of ``nn.Module._apply``
+_Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 #: a block in which structure can be read, also by ``parameters()`` and ``state_dict()``, and nothing is loaded; a model
 #: that compressed-tensors has dispatched must not run meanwhile
@@ -38,67 +37,85 @@ at_rest: Callable[[], _GeneratorContextManager[None]] = disable_onloading
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether the module's own parameters rest elsewhere while it does not run."""
+    """Whether the module's own parameters are elsewhere while it does not run."""
     return _hook_of(brought_in_by(module)) is not None or bool(_caches_of(module))
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
-    """Where the module computes, or the first module below it; None: where its tensors are."""
+    """The device on which the module, or else the first dispatched module in it, computes; None: none is dispatched."""
     for inner in module.modules():
-        hook, caches = _hook_of(brought_in_by(inner)), _caches_of(inner)
-        device = next((cache.onload_device for cache in caches.values()), getattr(hook, "execution_device", None))
+        for cache in _caches_of(inner).values():
+            return torch.device(cache.onload_device)
+        device = getattr(_hook_of(brought_in_by(inner)), "execution_device", None)
         if device is not None:
             return torch.device(device)
     return None
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the inputs of a model belong: on its first module's device, wherever its weights rest."""
+    """Where the inputs of a model belong: on its first module's device, wherever its weights are."""
     device = execution_device(model)
     return next(model.parameters()).device if device is None else device
 
 
 def brought_in_by(module: nn.Module) -> nn.Module:
-    """The module whose hook brings in the module's own parameters, as :func:`register_offload` found it; or itself."""
-    owner: nn.Module = vars(module).get(OWNER, module)
-    return owner
+    """The module whose hook brings in the module's own parameters, as :func:`register_offload` noted; or itself."""
+    mark = mark_of(module)
+    if mark is None or mark.offload_owner is None:
+        return module
+    return mark.offload_owner
 
 
-@contextmanager
-def brought_in(module: nn.Module) -> Iterator[None]:
-    """The module's own parameters and buffers are there inside the ``with`` block; they are not to be kept.
+def brought_in(module: nn.Module) -> AbstractContextManager[None]:
+    """The module's own parameters and buffers are in memory inside the ``with`` block; they are not to be kept.
 
     Nothing happens where they are there already: blocks of one module nest, and inside one it is not offloaded.
     """
-    owner, caches = brought_in_by(module), _caches_of(module)
+    owner = brought_in_by(module)
     hook = _hook_of(owner)
-    if hook is not None and any(value.is_meta for value in _own(owner, recurse=hook.place_submodules)):
-        modules = list(owner.modules()) if hook.place_submodules else [owner]
-        resting = [(inner._parameters, dict(inner._parameters)) for inner in modules]
-        try:
-            with _reading(owner):
-                hook.pre_forward(owner)
-            yield
-        finally:
-            hook.post_forward(owner, None)
-            for parameters, before in resting:  # else tied parameters would be two from now on
-                parameters.update(before)
-    elif caches:
-        values = {name: cache.offloaded_values for name, cache in caches.items()}
-        with _reading(module):
-            here = {n: {key: caches[n].onload(x) for key, x in held.items()} for n, held in values.items()}
-        vars(module).update(here)
-        try:
-            yield
-        finally:
-            vars(module).update(caches)
-    else:
-        yield
+    if hook is not None:
+        for tensor in _own_tensors(owner, recurse=hook.place_submodules):
+            if tensor.is_meta:
+                return _brought_in_by_hook(owner, hook)
+    caches = _caches_of(module)
+    if caches:
+        return _brought_in_by_caches(module, caches)
+    return nullcontext()
 
 
 @contextmanager
-def _reading(module: nn.Module) -> Iterator[None]:
-    """Say of offloaded weights whose files are gone or damaged which module they are of."""
+def _brought_in_by_hook(owner: nn.Module, hook: Any) -> Iterator[None]:
+    """Run accelerate's hook before and after the block, as around a forward of ``owner``."""
+    modules = list(owner.modules()) if hook.place_submodules else [owner]
+    at_rest_parameters = [dict(module._parameters) for module in modules]
+    try:
+        with _read_errors_named(owner):
+            hook.pre_forward(owner)
+        yield
+    finally:
+        hook.post_forward(owner, None)
+        # The hook makes new parameters: without this, tied ones would be two from now on.
+        for module, parameters in zip(modules, at_rest_parameters, strict=True):
+            module._parameters.update(parameters)
+
+
+@contextmanager
+def _brought_in_by_caches(module: nn.Module, caches: dict[str, Any]) -> Iterator[None]:
+    """Put plain dicts of loaded tensors in the places of compressed-tensors' caches."""
+    loaded: dict[str, dict[str, torch.Tensor]] = {}
+    with _read_errors_named(module):
+        for table, cache in caches.items():
+            loaded[table] = {name: cache.onload(value) for name, value in cache.offloaded_values.items()}
+    vars(module).update(loaded)
+    try:
+        yield
+    finally:
+        vars(module).update(caches)
+
+
+@contextmanager
+def _read_errors_named(module: nn.Module) -> Iterator[None]:
+    """Raise a CalibrationError with the module's class where files of offloaded weights are gone or damaged."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -114,53 +131,82 @@ def _reading(module: nn.Module) -> Iterator[None]:
 def source_of(module: nn.Module, name: str) -> Hashable:
     """An identity that tied parameters of dispatched modules share, :data:`at_rest`.
 
-    accelerate makes a new parameter at each call, so its source is asked: memory, or a tensor of a file. Files that it
-    wrote itself hold every tied weight once more; there the model's own word is taken (:func:`register_offload`).
+    accelerate makes a new parameter at each call, so its source identifies it: memory, or a tensor of a file. Files
+    that accelerate wrote itself hold every tied weight once more; there the ties that the model declares count
+    (:func:`register_offload`).
     """
-    module, name = vars(module).get(_TIED, {}).get(name, (module, name))
+    mark = mark_of(module)
+    if mark is not None and name in mark.tied_parameters:
+        module, name = mark.tied_parameters[name]
     owner = brought_in_by(module)
-    source = getattr(_hook_of(owner), "weights_map", None)
-    if source is not None:
-        key = next(key for key, inner in owner.named_modules() if inner is module)
-        key = getattr(source, "prefix", "") + (f"{key}.{name}" if key else name)
-        source = getattr(source, "dataset", source)
-        held = getattr(source, "state_dict", source).get(key)
-        place = getattr(source, "index", {}).get(key, {})
-        if held is not None:
-            return "memory", held.data_ptr()
-        if place.get("safetensors_file") is not None:
-            return place["safetensors_file"], place.get("weight_name", key)
+    weights = getattr(_hook_of(owner), "weights_map", None)
+    if weights is None:
+        return id(getattr(module, name))
+    path = next(path for path, inner in owner.named_modules() if inner is module)
+    key = f"{path}.{name}" if path else name
+    # accelerate's map may be a view with a prefix of the whole model's map.
+    key = getattr(weights, "prefix", "") + key
+    weights = getattr(weights, "dataset", weights)
+    in_memory = getattr(weights, "state_dict", weights).get(key)
+    if in_memory is not None:
+        return "memory", in_memory.data_ptr()
+    in_file = getattr(weights, "index", {}).get(key, {})
+    if in_file.get("safetensors_file") is not None:
+        return in_file["safetensors_file"], in_file.get("weight_name", key)
     return id(getattr(module, name))
 
 
 def register_offload(model: nn.Module) -> None:
-    """Tell modules below a hook that brings in all of their parameters of it, and tied ones of each other."""
+    """Note on the marks of accelerate's offloaded modules whose hook brings them in, and which parameters are tied.
+
+    A hook with ``place_submodules`` brings in all modules below its own; these cannot tell by themselves. accelerate
+    makes a new tensor of each tied parameter, so only the model's declaration says that they are one.
+    """
     for owner in model.modules():
         if getattr(_hook_of(owner), "place_submodules", False):
             for module in owner.modules():
-                vars(module)[OWNER] = owner
+                make_mark(module).offload_owner = owner
     for holder in model.modules():
-        # Of transformers; peft's wrappers have its attributes, under other names.
-        of = getattr(type(holder), "get_expanded_tied_weights_keys", None)
-        declared: dict[str, str] = of(holder) if of else {}
-        for names in declared.items():
-            tied, first = ((holder.get_submodule(path), name) for path, _, name in (n.rpartition(".") for n in names))
-            if all(_hook_of(brought_in_by(module)) is not None for module, _ in (tied, first)):
-                vars(tied[0]).setdefault(_TIED, {})[tied[1]] = first
+        for tied_name, source_name in _declared_ties(holder).items():
+            tied_path, _, tied_parameter = tied_name.rpartition(".")
+            source_path, _, source_parameter = source_name.rpartition(".")
+            tied = holder.get_submodule(tied_path)
+            source = holder.get_submodule(source_path)
+            if _is_hooked(tied) and _is_hooked(source):
+                make_mark(tied).tied_parameters.setdefault(tied_parameter, (source, source_parameter))
+
+
+def _declared_ties(holder: nn.Module) -> dict[str, str]:
+    """The tied parameters that a transformers model declares: name -> name of the parameter that it is tied to."""
+    # Asked of the class: peft's wrappers pass on the attributes of the model in them, which has other names.
+    declaration = getattr(type(holder), "get_expanded_tied_weights_keys", None)
+    return {} if declaration is None else declaration(holder)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a hook of accelerate brings in the module's parameters."""
+    return _hook_of(brought_in_by(module)) is not None
 
 
 def _hook_of(module: nn.Module) -> Any:
-    """The hook of accelerate that brings in parameters, or None."""
+    """The hook of accelerate on a module that brings in parameters, or None."""
     hook = vars(module).get("_hf_hook")
-    return next((one for one in getattr(hook, "hooks", (hook,)) if getattr(one, "offload", False)), None)
+    for single in getattr(hook, "hooks", (hook,)):
+        if getattr(single, "offload", False):
+            return single
+    return None
 
 
 def _caches_of(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)
-    return {name: own[name] for name in ("_parameters", "_buffers") if isinstance(own[name], OffloadCache)}
+    """The caches that compressed-tensors has put in the places of the module's ``_parameters`` and ``_buffers``."""
+    caches = {}
+    for table in ("_parameters", "_buffers"):
+        if isinstance(vars(module)[table], OffloadCache):
+            caches[table] = vars(module)[table]
+    return caches
 
 
-def _own(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
     return chain(module.parameters(recurse), module.buffers(recurse))
 
 
@@ -170,25 +216,30 @@ def _own(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 def stay_put(root: nn.Module) -> Callable[[], None]:
     """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing."""
 
-    def apply(function: _Change, recurse: bool = True) -> nn.Module:
+    def apply(conversion: _Conversion, recurse: bool = True) -> nn.Module:
         register_offload(root)
-        kept = [module for module in root.modules() if module is not root and is_dispatched(module)]
-        for module in kept:
+        dispatched = [module for module in root.modules() if module is not root and is_dispatched(module)]
+        for module in dispatched:
             vars(module)["_apply"] = partial(_apply_below, module)
         try:
             with at_rest():
                 apply_to = _apply_below if is_dispatched(root) else type(root)._apply
-                return apply_to(root, function, recurse)
+                return apply_to(root, conversion, recurse)
         finally:
-            for module in kept:
+            for module in dispatched:
                 del vars(module)["_apply"]
 
     return set_attributes(root, _apply=apply)
 
 
-def _apply_below(module: nn.Module, function: _Change, recurse: bool = True) -> nn.Module:
-    for dtype in {value.dtype for value in _own(module, recurse=False)}:
-        cast = function(torch.empty(0, dtype=dtype)).dtype
+def _apply_below(module: nn.Module, conversion: _Conversion, recurse: bool = True) -> nn.Module:
+    """``nn.Module._apply`` of a dispatched module: its own tensors stay, the modules below it are asked.
+
+    Raises:
+        CalibrationError: the conversion would change the dtype of the module's tensors.
+    """
+    for dtype in {tensor.dtype for tensor in _own_tensors(module, recurse=False)}:
+        cast = conversion(torch.empty(0, dtype=dtype)).dtype
         if cast != dtype:
             raise CalibrationError(
                 "an offloaded model cannot be cast to another dtype",
@@ -197,5 +248,5 @@ def _apply_below(module: nn.Module, function: _Change, recurse: bool = True) -> 
                 remedy="load it in that dtype (from_pretrained(..., dtype=...)), with Trainer(precision='32-true').",
             )
     for child in module.children() if recurse else ():
-        child._apply(function)
+        child._apply(conversion)
     return module

@@ -43,6 +43,43 @@ def all_finite(values: Iterable[Any]) -> bool:
     return True
 
 
+def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> bool:
+    """Whether every value of floating point tensors is positive and finite; of none, True.
+
+    Small tensors are joined, so that hundreds of them take few launches. A large one is not copied.
+
+    Args:
+        tensors: of any shapes, dtypes and devices.
+        absolute: ask it of the absolute values.
+
+    >>> all_positive([torch.ones(2), torch.tensor([0.5])])
+    True
+    >>> all_positive([torch.tensor([1.0, 0.0])])
+    False
+    """
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    answers: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > _SMALL:
+            answers.setdefault(tensor.device, []).append(_is_positive(tensor, absolute))
+        elif tensor.numel() > 0:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+    for (_, device), of_one_dtype in small.items():
+        joined = of_one_dtype[0] if len(of_one_dtype) == 1 else torch.cat(of_one_dtype)
+        answers.setdefault(device, []).append(_is_positive(joined, absolute))
+    for device_answers in answers.values():
+        if not bool(device_answers[0] if len(device_answers) == 1 else torch.stack(device_answers).all()):
+            return False
+    return True
+
+
+def _is_positive(tensor: torch.Tensor, absolute: bool) -> torch.Tensor:
+    """Whether every value is positive and finite, as a tensor on the device. NaN is neither."""
+    values = widened(tensor)
+    low, high = torch.aminmax(values.abs() if absolute else values)  # both are NaN if any value is
+    return (low > 0) & (high < torch.inf)
+
+
 def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each floating point tensor, whether it is zero everywhere."""
     answers = [False] * len(tensors)
@@ -55,7 +92,7 @@ def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU, of any shapes and dtypes, in one transfer for each device."""
+    """Copies on the CPU, of any shapes and dtypes, in one transfer for each device, and one for each large tensor."""
     copies = list(tensors)
     for device in {tensor.device for tensor in tensors}:
         indices = _indices_on(device, tensors)
@@ -63,10 +100,16 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             for index in indices:
                 copies[index] = tensors[index].detach().clone()
             continue
-        as_bytes = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in indices]
-        transferred = torch.cat(as_bytes).cpu()
+        small = []
+        for index in indices:
+            if tensors[index].numel() > _SMALL:
+                copies[index] = tensors[index].detach().cpu()
+            else:
+                small.append(index)
+        as_bytes = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in small]
+        transferred = torch.cat(as_bytes).cpu() if as_bytes else torch.empty(0, dtype=torch.uint8)
         pieces = transferred.split([len(piece) for piece in as_bytes])
-        for index, piece in zip(indices, pieces, strict=True):
+        for index, piece in zip(small, pieces, strict=True):
             tensor = tensors[index]
             copies[index] = piece.clone().view(tensor.dtype).view(tensor.shape)
     return copies

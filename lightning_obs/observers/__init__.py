@@ -14,7 +14,7 @@ from lightning_obs.observers.min_max import (
 )
 from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEObserver, NVFP4ExpandedMSEObserver
 from lightning_obs.observers.normal import NormalObserver
-from lightning_obs.observers.observer import Key, MinMaxTuple, Observer, QParamsDict
+from lightning_obs.observers.observer import Key, MinMaxTuple, Observer, QParamsDict, require_statistics
 from lightning_obs.observers.statistic import Statistic
 
 __all__ = [
@@ -37,4 +37,5 @@ __all__ = [
     "QParamsDict",
     "StaticMinMaxObserver",
     "Statistic",
+    "require_statistics",
 ]

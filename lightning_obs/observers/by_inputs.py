@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -11,33 +11,43 @@ from compressed_tensors.utils.helpers import patch_attr
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.many_tensors import all_zero
+from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.observers.observer import Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
+from lightning_obs.observers.search_options import divides_in_blocks, options_of
+from lightning_obs.observers.statistic import Statistic, input_statistics, lacks_inputs, observing
 
 
-class ByInputsObserver(MemorylessMSEObserver):
+class ByInputsObserver(Observer):
     """A search of a weight's ranges that knows the second moments of the module's inputs, or a part of them.
 
-    A subclass declares a sum over tokens and ``input_count``, how many they were, and writes ``measure_inputs`` and
-    ``_search_by``. Batches and ranks are merged by addition.
+    A subclass declares a sum over tokens and ``input_count``, their number, and writes ``measure_inputs`` and
+    ``search_by_moments``. Batches and ranks are merged by addition. Without inputs, or where all of them were zero, all
+    columns count alike.
 
     Keyword Args:
-        strict, weigh_tokens: as of ``imatrix_mse``.
+        maxshrink, patience, grid, norm, expand, signed: the search, with the meanings that ``imatrix_mse`` gives them.
+        strict (bool): whether a weight whose inputs were not seen is an error.
+        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
 
     Raises:
         CalibrationError: observed is not a weight; no inputs, or inputs of another width.
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"strict": True, "weigh_tokens": False}
-    strict: bool
-    weigh_tokens: bool
-    input_count: torch.Tensor
+    statistics: ClassVar[tuple[Statistic, ...]] = MemorylessMSEObserver.statistics
+    hyperparameters: ClassVar[Hyperparameters] = {
+        **(MemorylessMSEObserver.hyperparameters or {}),
+        "strict": True,
+        "weigh_tokens": False,
+    }
 
-    #: whether all inputs that were seen were zero; None: the observer asks by itself, and waits for its device.
-    #: :func:`settle_zero_inputs` asks for all observers at once.
+    #: whether all inputs that were seen were zero; None: not asked yet. :func:`settle_zero_inputs` asks for all
+    #: observers at once, so that the host waits for its device once.
     inputs_are_zero: bool | None = None
-    _settings = (*MemorylessMSEObserver._settings, "inputs_are_zero")
+    _settings = (*Observer._settings, "inputs_are_zero")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -49,85 +59,92 @@ class ByInputsObserver(MemorylessMSEObserver):
                 remedy="observe activations with mse or histogram.",
             )
 
-    @property
-    @override
-    def _kind_of_inputs(self) -> Hashable:
-        return super()._kind_of_inputs, self.weigh_tokens
-
-    @property
-    @override
-    def lacks_inputs(self) -> bool:
-        return self.strict and not hasattr(self, "input_count")
-
-    @override
-    def observe_without_inputs(self, weight: torch.Tensor) -> None:
-        """All columns count alike where no data reached the module, even if ``strict``."""
-        with patch_attr(self, "strict", False):
-            self(weight)
-
-    def column_squares(self) -> torch.Tensor:
-        """The sums of the squares of the inputs that were seen, a value for each column of the weight, in any shape."""
-        sums: torch.Tensor = getattr(self, self.input_statistics[0])
-        return sums if sums.ndim == 1 else sums.diagonal(dim1=-2, dim2=-1)
-
-    def _moments(self) -> torch.Tensor | None:
-        """The mean of the statistic over tokens, in float32 and relative to the mean of ``E[x ** 2]``.
-
-        None if no input was seen, or only zeros, which say nothing about the columns of the weight.
-
-        Raises:
-            CalibrationError: no input was seen, and ``strict`` is on.
-        """
-        if self.lacks_inputs:
-            raise CalibrationError(
-                f"{type(self).__name__} saw no inputs of the module, so it cannot weigh the columns of the weight",
-                remedy="run data through the module first, or set strict=False for equal weights.",
-            )
-        if not hasattr(self, "input_count"):
-            return None
-        are_zero = self.inputs_are_zero
-        if are_zero is None:
-            are_zero = all_zero([self.column_squares()])[0]
-        if are_zero:
-            return None
-        mean = (getattr(self, self.input_statistics[0]) / self.input_count).float()
-        squares = mean if mean.ndim == 1 else mean.diagonal(dim1=-2, dim2=-1)
-        return mean / (squares.mean() + torch.finfo(torch.float32).tiny)
-
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        if value.numel():
-            with self._observing():
-                moments = self._moments()
-                if moments is None:
-                    return super().forward(value, g_idx)
-                self.combine(self._search_by(moments.to(value.device), value, g_idx))
+        """Observe a weight ``(R, C)`` after its module's inputs."""
+        if not value.numel():
+            return self
+        with observing(self):
+            moments = relative_moments(self)
+            if moments is not None:
+                moments = moments.to(value.device)
+                self.combine(self.search_by_moments(moments, value, g_idx))
+            elif divides_in_blocks(value, self.args):
+                self.combine(self.measure(value))
+            else:
+                super().forward(value, g_idx)
         return self
 
-    def _search_by(
-        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
-    ) -> Sequence[torch.Tensor]:
-        """The statistics of a weight ``(R, C)``, chosen by the moments of its inputs."""
+    @override
+    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
+        """The range of least error where all columns count alike."""
+        ranges = search_range(observed, self.search_of(observed))
+        return ranges.low, ranges.high
+
+    def search_of(self, observed: torch.Tensor) -> GridSearch:
+        """The candidates for an observed weight, and the error that is to be least."""
+        options = options_of(self, to_the_end=True)
+        return options.search_on(NumberGrid.of(self.args, self.signed))
+
+    def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        """The range of a weight ``(R, C)`` by the moments of its inputs, which :func:`relative_moments` gives."""
         raise NotImplementedError
 
-    def _require_fit(self, channels: int, value: torch.Tensor, fits: bool = True) -> None:
-        if value.ndim != 2 or not fits:
-            raise CalibrationError(
-                f"{type(self).__name__}: inputs and weight do not fit",
-                got=f"inputs of {channels} channels, a weight of shape {tuple(value.shape)}",
-                expected="a weight with one column per input channel (Linear)",
-                remedy="observe this weight with memoryless_mse.",
-            )
 
-    @override
-    def candidates(self) -> list[float]:
-        steps = max(1, int(self.maxshrink * self.grid)) + 1
-        return [1 - step / self.grid for step in range(steps)]
+def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: bool) -> None:
+    """Raise a CalibrationError unless a weight is a matrix and ``fits`` the inputs of so many channels."""
+    if weight.ndim != 2 or not fits:
+        shape = tuple(weight.shape)
+        raise CalibrationError(
+            f"{type(observer).__name__}: inputs and weight do not fit",
+            got=f"inputs of {channels} channels, a weight of shape {shape}",
+            expected="a weight with one column per input channel (Linear)",
+            remedy="observe this weight with memoryless_mse.",
+        )
 
-    @property
-    @override
-    def idle_limit(self) -> int | None:
-        return self.patience or None
+
+def input_sums(observer: ByInputsObserver) -> torch.Tensor:
+    """The sum over tokens that an observer gathers of inputs: squares ``(C,)`` or products ``(..., C, C)``."""
+    return getattr(observer, input_statistics(observer)[0])
+
+
+def squares_in(moments: torch.Tensor) -> torch.Tensor:
+    """The squares of channels, ``(..., C)``, in squares ``(C,)`` or products ``(..., C, C)``."""
+    if moments.ndim == 1:
+        return moments
+    return moments.diagonal(dim1=-2, dim2=-1)
+
+
+def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
+    """The mean over tokens of the sum of inputs, in float32 and relative to the mean of ``E[x ** 2]``.
+
+    None if no input was seen, or only zeros, which say nothing about the columns of the weight.
+
+    Raises:
+        CalibrationError: no input was seen, and ``strict`` is on.
+    """
+    if lacks_inputs(observer):
+        raise CalibrationError(
+            f"{type(observer).__name__} saw no inputs of the module, so it cannot weigh the columns of the weight",
+            remedy="run data through the module first, or set strict=False for equal weights.",
+        )
+    if not hasattr(observer, "input_count"):
+        return None
+    sums = input_sums(observer)
+    are_zero = observer.inputs_are_zero
+    if are_zero is None:
+        are_zero = all_zero([squares_in(sums)])[0]
+    if are_zero:
+        return None
+    moments = (sums / observer.input_count).float()
+    mean_square = squares_in(moments).mean()
+    return moments / (mean_square + torch.finfo(torch.float32).tiny)
+
+
+def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
+    """Observe a weight whose module no data reached: all columns count alike, even if the observer is ``strict``."""
+    with patch_attr(observer, "strict", False):
+        observer(weight)
 
 
 def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
@@ -135,11 +152,11 @@ def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
 
     Returns the observers whose inputs were all zero. The host waits once for each device, however many observers.
     """
-    by_inputs = []
+    with_inputs = []
     for observer in observers:
         if isinstance(observer, ByInputsObserver) and hasattr(observer, "input_count"):
-            by_inputs.append(observer)
-    answers = all_zero([observer.column_squares() for observer in by_inputs])
-    for observer, are_zero in zip(by_inputs, answers, strict=True):
+            with_inputs.append(observer)
+    answers = all_zero([squares_in(input_sums(observer)) for observer in with_inputs])
+    for observer, are_zero in zip(with_inputs, answers, strict=True):
         observer.inputs_are_zero = are_zero
-    return [observer for observer in by_inputs if observer.inputs_are_zero]
+    return [observer for observer in with_inputs if observer.inputs_are_zero]

@@ -6,7 +6,8 @@ and any ranks. How values are counted, and how exactly: :mod:`lightning_obs.nume
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -15,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
+from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.histogram import (
     Histogram,
@@ -26,15 +27,22 @@ from lightning_obs.numerics.histogram import (
     percentile_range,
     support,
 )
-from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import (
+    Hyperparameters,
+    MinMaxTuple,
+    Observer,
+    declared_hyperparameters,
+    require,
+    require_statistics,
+)
+from lightning_obs.observers.search_options import options_of
 from lightning_obs.observers.statistic import Statistic, equal_values
 
 CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 #: 4 powers of two below the largest magnitude in steps of 2.2 %: Migacz's 128 of 2,048 bins up to all of them.
-_ENTROPY_FACTORS = [2 ** (-i / 32) for i in range(4 * 32 + 1)]
+_ENTROPY_FACTORS = [2 ** (-step / 32) for step in range(129)]
 
 
 class CountingObserver(Observer):
@@ -48,15 +56,12 @@ class CountingObserver(Observer):
         CalibrationError: a strategy of many scales, which would need a histogram for each.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("counts", "sum"),
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
-    keeps_extremes: ClassVar[bool] = True
-    counts: torch.Tensor
-    min_vals: torch.Tensor
-    max_vals: torch.Tensor
+    keeps_extremes = True
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -71,25 +76,42 @@ class CountingObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> Histogram:
         scales = observed.shape[1:-1]
-        counted = count_values(observed.flatten(1, -2))
-        return Histogram(counted.counts.unflatten(0, scales), counted.low.reshape(scales), counted.high.reshape(scales))
-
-    @property
-    @override
-    def counted(self) -> Support | None:
-        if not self.has_statistics or self.min_vals.numel() != 1:
-            return None
-        low, high = self.min_vals.flatten()[0], self.max_vals.flatten()[0]
-        found = support(self.counts.flatten(), low, high)
-        if len(found.values) > 1:  # the outermost bins stand for the exact ends
-            found.values[0], found.values[-1] = low, high
-        return found
+        counts, low, high = count_values(observed.flatten(1, -2))
+        counts = counts.unflatten(0, scales)
+        return Histogram(counts, low.reshape(scales), high.reshape(scales))
 
     @override
     def nonfinite_statistics(self) -> str | None:
-        nan = count_nan(self.counts) if self.has_statistics else 0
-        problems = [super().nonfinite_statistics(), f"{nan} of {int(self.counts.sum())} values NaN" if nan else None]
-        return ", ".join(filter(None, problems)) or None
+        """The numbers of NaN and infinite values; a NaN is counted, too, and no other statistic shows it."""
+        problems = []
+        of_ranges = super().nonfinite_statistics()
+        if of_ranges:
+            problems.append(of_ranges)
+        number_of_nan = count_nan(self.counts) if self.has_statistics else 0
+        if number_of_nan:
+            number = int(self.counts.sum())
+            problems.append(f"{number_of_nan} of {number} values NaN")
+        return ", ".join(problems) or None
+
+
+def counted_values(observer: Observer) -> Support | None:
+    """The values that were observed and how often each was; None unless one histogram of the observer holds them all.
+
+    >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
+    >>> counted_values(observer(torch.tensor([1.0, 2.0, 2.0]))).counts
+    tensor([1, 2])
+    """
+    if not isinstance(observer, CountingObserver) or not observer.has_statistics:
+        return None
+    if observer.min_vals.numel() != 1:  # a histogram for each scale
+        return None
+    low = observer.min_vals.flatten()[0]
+    high = observer.max_vals.flatten()[0]
+    counted = support(observer.counts.flatten(), low, high)
+    if len(counted.values) > 1:  # the outermost bins stand for the exact ends
+        counted.values[0] = low
+        counted.values[-1] = high
+    return counted
 
 
 @Observer.register("percentile")
@@ -115,21 +137,34 @@ class PercentileObserver(CountingObserver):
         magnitudes, which for a symmetric format and symmetric data is the same).
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"percentile": 99.99}
+    hyperparameters: ClassVar[Hyperparameters] = {"percentile": 99.99}
     percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
         expected = "a value in percent, in (50, 100]; 99.99 cuts one value in ten thousand off each end"
-        self._require("percentile", 50 < self.percentile <= 100, expected)
+        require(self, "percentile", 50 < self.percentile <= 100, expected)
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        self._require_statistics()
-        scales = self.counts.flatten(0, -2), self.min_vals.flatten(), self.max_vals.flatten()
-        ends = [torch.stack(percentile_range(*one, self.percentile)) for one in zip(*scales, strict=True)]
-        low, high = torch.stack(ends, 1).reshape(2, *self.min_vals.shape)
+        require_statistics(self)
+        lows = []
+        highs = []
+        for counts, smallest, largest in _scales_of(self):
+            low, high = percentile_range(counts, smallest, largest, self.percentile)
+            lows.append(low)
+            highs.append(high)
+        low = torch.stack(lows).reshape(self.min_vals.shape)
+        high = torch.stack(highs).reshape(self.min_vals.shape)
         return low, high
+
+
+def _scales_of(observer: CountingObserver) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each scale its counts ``(65536,)``, smallest and largest value."""
+    counts = observer.counts.flatten(0, -2)
+    smallest_values = observer.min_vals.flatten()
+    largest_values = observer.max_vals.flatten()
+    return zip(counts, smallest_values, largest_values, strict=True)
 
 
 @Observer.register("histogram")
@@ -159,7 +194,9 @@ class HistogramObserver(PercentileObserver):
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    statistics = PercentileObserver.statistics
+    keeps_extremes = True
+    hyperparameters: ClassVar[Hyperparameters] = {
         "criterion": "mse",
         "maxshrink": 0.95,
         "patience": None,
@@ -167,18 +204,27 @@ class HistogramObserver(PercentileObserver):
         "norm": 2.0,
     }
     criterion: str
-    maxshrink: float
-    patience: int | None
-    grid: float
-    norm: float
+    #: the range that was searched last, and what it depends on; None: the statistics have changed since
+    _searched: SearchedRange | None = None
+    _settings = (*PercentileObserver._settings, "_searched")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
-        self._require("maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
-        self._require("patience", self.patience is None or self.patience > 0, "a value above 0, or None")
-        self._require("grid", self.grid > 0, "a value above 0")
-        self._require("norm", self.norm > 0, "a value above 0")
+        require(self, "criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
+        require(self, "maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
+        require(self, "patience", self.patience is None or self.patience > 0, "a value above 0, or None")
+        require(self, "grid", self.grid > 0, "a value above 0")
+        require(self, "norm", self.norm > 0, "a value above 0")
+
+    @override
+    def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        self._searched = None  # it holds the counts
+        super().combine(measured)
+
+    @override
+    def reset(self, keep: Collection[str] = ()) -> None:
+        super().reset(keep)
+        self._searched = None
 
     @override
     def get_min_max(self) -> MinMaxTuple:
@@ -186,37 +232,88 @@ class HistogramObserver(PercentileObserver):
 
         Searched once for the same statistics and hyperparameters, also by fused observers: q, k and v read one tensor.
         """
-        self._require_statistics()
-        names = [name for cls in type(self).__mro__ for name in vars(cls).get("hyperparameters") or ()]
-        asked = [self.counts, self.min_vals, self.max_vals, vars(self.args).copy(), [getattr(self, n) for n in names]]
-        alike = [o for o in (self, *self._fused_observers) if type(o) is type(self) and o._chosen is not None]
-        known = (o._chosen for o in alike if all(map(equal_values, o._chosen[0], asked)))
-        self._chosen = next(known, None) or (asked, self._search())
-        low, high = self._chosen[1]
-        return low.clone(), high.clone()
+        require_statistics(self)
+        depends_on = self._depends_on()
+        searched = None
+        for observer in [self, *self._fused_observers]:
+            if type(observer) is not type(self) or observer._searched is None:
+                continue
+            if all(map(equal_values, observer._searched.depends_on, depends_on)):
+                searched = observer._searched
+                break
+        if searched is None:
+            low, high = self._search()
+            searched = SearchedRange(depends_on, low, high)
+        self._searched = searched
+        return searched.low.clone(), searched.high.clone()
+
+    def _depends_on(self) -> list[Any]:
+        """All that the range depends on: statistics, format and hyperparameters."""
+        hyperparameters = [getattr(self, name) for name in declared_hyperparameters(type(self))]
+        number_format = vars(self.args).copy()
+        return [self.counts, self.min_vals, self.max_vals, number_format, hyperparameters]
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
             return super().get_min_max()
         if not self.is_finite and self.nonfinite_statistics():
             return self.min_vals, self.max_vals
-        lows, highs = self.min_vals.flatten(), self.max_vals.flatten()
-        found = [support(*one) for one in zip(self.counts.flatten(0, -2), lows, highs, strict=True)]
-        if self.criterion == "entropy":
-            low, high = candidate_ranges(lows, highs, _ENTROPY_FACTORS)
-            of_scales = zip(found, low.T, high.T, strict=True)
-            losses = torch.stack([candidate_divergences(seen, a, b, self.args) for seen, a, b in of_scales], 1)
-            best = losses.nan_to_num(torch.inf).argmin(0, keepdim=True)
-            low, high = low.gather(0, best), high.gather(0, best)
-        else:
-            values, counts = (pad_sequence(list(each), batch_first=True) for each in zip(*found, strict=True))
-            # The exact ends decide the candidates, and are counted in their bins already. The largest magnitude is
-            # about 1, so that no power leaves float32.
-            ends = torch.stack([lows, highs], 1).float()
-            unit = torch.frexp(ends.abs().amax(1, keepdim=True))[1].clamp(-126, 126).float().exp2()
-            values = (torch.cat([torch.where(counts > 0, values, ends[:, :1]), ends], 1) / unit).to(lows.dtype)
-            factors = shrink_factors(self.maxshrink, self.grid)
-            search = GridSearch(NumberGrid.of(self.args), factors, self.patience, self.norm)
-            low, high, _ = search_range(values[None], search, importance=pad(counts.float(), (0, 2)))
-            low, high = ((end * unit[:, 0]).to(lows.dtype) for end in (low, high))
-        return low.reshape(self.min_vals.shape), high.reshape(self.min_vals.shape)
+        shape = self.min_vals.shape
+        search = least_divergence if self.criterion == "entropy" else least_error
+        low, high = search(self)
+        return low.reshape(shape), high.reshape(shape)
+
+
+class SearchedRange(NamedTuple):
+    """A range, ``(*Q,)`` each, and the values of everything that it depends on."""
+
+    depends_on: list[Any]
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+def least_divergence(observer: CountingObserver) -> MinMaxTuple:
+    """The range of each scale ``(S,)`` whose quantized distribution has the least divergence from the observed one."""
+    smallest_values = observer.min_vals.flatten()
+    largest_values = observer.max_vals.flatten()
+    lows, highs = candidate_ranges(smallest_values, largest_values, _ENTROPY_FACTORS)  # (candidates, S) each
+    divergences = []
+    for index, (counts, smallest, largest) in enumerate(_scales_of(observer)):
+        observed = support(counts, smallest, largest)
+        scale_lows = lows[:, index]
+        scale_highs = highs[:, index]
+        divergences.append(candidate_divergences(observed, scale_lows, scale_highs, observer.args))
+    comparable = torch.stack(divergences, 1).nan_to_num(torch.inf)
+    best = comparable.argmin(0, keepdim=True)
+    return lows.gather(0, best), highs.gather(0, best)
+
+
+def least_error(observer: HistogramObserver) -> MinMaxTuple:
+    """The range of each scale ``(S,)`` with the least sum of errors over the counted values.
+
+    The distinct values of a scale are searched as a row, each weighted by its count. The exact ends decide the
+    candidates; they are added with the weight zero, because their bins are counted already. Values are divided by a
+    power of two that makes the largest magnitude about 1, so that no power of an error leaves float32.
+    """
+    all_values = []
+    all_counts = []
+    for counts, smallest, largest in _scales_of(observer):
+        observed = support(counts, smallest, largest)
+        all_values.append(observed.values)
+        all_counts.append(observed.counts)
+    values = pad_sequence(all_values, batch_first=True)
+    counts = pad_sequence(all_counts, batch_first=True)
+    lows = observer.min_vals.flatten()
+    highs = observer.max_vals.flatten()
+    dtype = lows.dtype
+    ends = torch.stack([lows, highs], 1).float()
+    exponents = torch.frexp(ends.abs().amax(1, keepdim=True))[1]
+    unit = exponents.clamp(-126, 126).float().exp2()
+    smallest_values = ends[:, :1]
+    values = torch.where(counts > 0, values, smallest_values)  # in place of padding
+    rows = (torch.cat([values, ends], 1) / unit).to(dtype)
+    importance = pad(counts.float(), (0, 2))
+    search = options_of(observer).search_on(NumberGrid.of(observer.args))
+    ranges = search_range(rows[None], search, importance=importance)
+    unit = unit[:, 0]
+    return (ranges.low * unit).to(dtype), (ranges.high * unit).to(dtype)

@@ -7,7 +7,6 @@ errors. Every integer is still the nearest; only ranges are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -24,15 +23,18 @@ from lightning_obs.numerics.qparams import (
     flatten_for_calibration,
     power_of_two,
 )
+from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.descent import descend
-from lightning_obs.observers.by_inputs import ByInputsObserver
-from lightning_obs.observers.observer import Observer
+from lightning_obs.numerics.search.ranges import search_range
+from lightning_obs.observers.by_inputs import ByInputsObserver, require_fit
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
+from lightning_obs.observers.search_options import check_options, options_of
 from lightning_obs.observers.statistic import Statistic
 
-# Columns of the largest part of a Hessian that ``local_hessian`` gathers.
-_WIDEST = 128
-# Weight of a column that no input reached, relative to the mean: groups of such columns lose least by themselves.
-_LEAST = 1e-6
+# Columns of the largest block of a Hessian that ``local_hessian`` gathers.
+_WIDEST_BLOCK = 128
+# Added to the diagonal, whose mean is 1, so that a group of columns that no input reached loses least by itself.
+_LEAST_MOMENT = 1e-6
 
 
 @Observer.register("local_hessian")
@@ -60,70 +62,90 @@ class LocalHessianObserver(ByInputsObserver):
         The local Hessian of NVIDIA's Model-Optimizer (2026).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         *ByInputsObserver.statistics,
         Statistic("input_hessian", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.64,
         "patience": 5,
         "grid": 36.0,
         "norm": 2.0,
         "expand": None,
     }
-    _rounds_global_scale: ClassVar[bool] = True
+    expand: float
+    _rounds_global_scale = True
     _inputs_by: ClassVar[tuple[str, ...]] = ("strategy", "group_size", "block_structure")
-    input_hessian: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("norm", self.norm == 2, "2, the exponent of a quadratic form")
-
-    @override
-    def _set_hyperparameters(self, given: dict[str, Any]) -> None:
-        super()._set_hyperparameters(given)
-        if self.expand is None:
+        if self.expand is None:  # the default
             number = format_of(self.args)
             self.expand = 1.84 if number is not None and number.bits == 4 else 1.0
+        check_options(self)
+        require(self, "norm", self.norm == 2, "2, the exponent of a quadratic form")
 
     @override
-    def _grid(self, observed: torch.Tensor) -> NumberGrid:
-        """With scales of a tensor_group rounded as they will be stored, for a global scale of any power of two."""
-        widest = observed.abs().amax().float().reshape(1) * self.widest
+    def search_of(self, observed: torch.Tensor) -> GridSearch:
+        """The search with scales of a tensor_group rounded as they will be stored.
+
+        The global scale is a power of two, and group scales round alike for any of these, so it is known well enough
+        before the ranges are.
+        """
+        options = options_of(self, to_the_end=True)
+        magnitude = observed.abs().amax().float().reshape(1)
+        widest = magnitude * options.widest(self.args.num_bits)
         global_scale = compute_global_scale([(-widest, widest)], self.args)
-        return NumberGrid.of(self.args, self.signed, None if global_scale is None else power_of_two(global_scale))
+        if global_scale is not None:
+            global_scale = power_of_two(global_scale)
+        return options.search_on(NumberGrid.of(self.args, self.signed, global_scale))
 
-    @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return channel_products(value, self._width(value.shape[-1]))
-
-    def _width(self, channels: int) -> int:
-        """Columns of a part: they divide the columns of a scale, unless a scale covers all columns."""
-        if self.args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-            return min(channels, _WIDEST)
-        width = covered_by_scale(self.args, (1, channels))[1]
-        return max(part for part in range(1, min(width, _WIDEST) + 1) if width % part == 0)
+        """The products of the channels ``(T, t, t)`` and the number of tokens of an input ``(..., C)``."""
+        return channel_products(value, block_width(self.args, value.shape[-1]))
 
     @override
-    def _search_by(
-        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
-    ) -> Sequence[torch.Tensor]:
-        parts, part, _ = moments.shape
-        channels = parts * part
-        self._require_fit(channels, value, channels - part < value.shape[-1] <= channels and g_idx is None)
-        moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST)
-        width = covered_by_scale(self.args, value.shape)[1]
+    def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        blocks, width, _ = moments.shape
+        channels = blocks * width
+        columns = value.shape[-1]
+        fits = channels - width < columns <= channels
+        require_fit(self, channels, value, fits and g_idx is None)
+        moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST_MOMENT)
+        columns_of_scale = covered_by_scale(self.args, value.shape)[1]
         if self.args.strategy == QuantizationStrategy.BLOCK:
-            value = _in_whole_blocks(value, self.args)
-            moments = pad(moments, (0, 0, 0, 0, 0, value.shape[1] // part - parts))
-        elif width < value.shape[1]:
-            value = flatten_for_calibration(value, "weight", self.args)
-        else:  # the last part ends in columns without inputs, in which nothing is lost
-            value = torch.cat([value, value[:, -1:].expand(-1, channels - width)], 1)
-            value = value.unsqueeze(1) if self.args.strategy == QuantizationStrategy.TENSOR else value[None, :, None]
-            width = channels
-        return self._search(value, hessian=moments.view(-1, width // part, part, part))
+            observed = _in_whole_blocks(value, self.args)
+            padding = observed.shape[1] // width - blocks
+            moments = pad(moments, (0, 0, 0, 0, 0, padding))
+        elif columns_of_scale < columns:
+            observed = flatten_for_calibration(value, "weight", self.args)
+        else:
+            # The last block ends in columns without inputs, in which nothing is lost: copies of the last column.
+            last_column = value[:, -1:]
+            filling = last_column.expand(-1, channels - columns_of_scale)
+            filled = torch.cat([value, filling], 1)
+            is_one_scale = self.args.strategy == QuantizationStrategy.TENSOR
+            observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
+            columns_of_scale = channels
+        hessian = moments.view(-1, columns_of_scale // width, width, width)
+        ranges = search_range(observed, self.search_of(observed), hessian=hessian)
+        return ranges.low, ranges.high
+
+
+def block_width(args: QuantizationArgs, channels: int) -> int:
+    """Columns of a block of the Hessian: they divide the columns of a scale, unless a scale covers all columns.
+
+    >>> block_width(QuantizationArgs(num_bits=4, group_size=160), channels=320)
+    80
+    """
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return min(channels, _WIDEST_BLOCK)
+    columns_of_scale = covered_by_scale(args, (1, channels))[1]
+    width = min(columns_of_scale, _WIDEST_BLOCK)
+    while columns_of_scale % width:
+        width -= 1
+    return width
 
 
 @Observer.register("hessian")
@@ -141,37 +163,40 @@ class HessianObserver(LocalHessianObserver):
         patience (int): 0, all candidates are visited.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 4, "damping": 0.01}
-    _inputs_by: ClassVar[tuple[str, ...]] = ()
-    sweeps: int
-    damping: float
+    statistics = LocalHessianObserver.statistics
+    hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.01}
+    _inputs_by = ()
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("patience", self.patience == 0, "0, all candidates are visited")
-        self._require("sweeps", isinstance(self.sweeps, int) and self.sweeps >= 1, "a whole number, at least 1")
-        self._require("damping", 0 <= self.damping < float("inf"), "a finite number, at least 0")
+        require(self, "patience", self.patience == 0, "0, all candidates are visited")
+        require(self, "sweeps", isinstance(self.sweeps, int) and self.sweeps >= 1, "a whole number, at least 1")
+        require(self, "damping", 0 <= self.damping < float("inf"), "a finite number, at least 0")
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The products of the channels ``(C, C)`` and the number of tokens of an input ``(..., C)``."""
         products, number = channel_products(value, value.shape[-1])
         return products[0], number
 
     @override
-    def _search_by(
-        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
-    ) -> Sequence[torch.Tensor]:
-        self._require_fit(len(moments), value, value.shape[-1] == len(moments) and g_idx is None)
+    def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        channels = len(moments)
+        fits = value.shape[-1] == channels
+        require_fit(self, channels, value, fits and g_idx is None)
         block = covered_by_scale(self.args, value.shape)
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
-        hessian = pad(moments, (0, value.shape[1] - len(moments)) * 2)
+        padding = value.shape[1] - channels
+        hessian = pad(moments, (0, padding, 0, padding))
         hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
-        low, high = descend(value, hessian, self._grid_search(value), block, self.sweeps)
-        scales = (1,) if self.args.strategy == QuantizationStrategy.TENSOR else low.shape
-        return low.reshape(scales), high.reshape(scales)
+        search = self.search_of(value)
+        low, high = descend(value, hessian, search, block, self.sweeps)
+        if self.args.strategy == QuantizationStrategy.TENSOR:
+            return low.reshape(1), high.reshape(1)
+        return low, high
 
 
 def _in_whole_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """The weight, padded with zeros where blocks do not divide it."""
     return maybe_pad_tensor_for_block_quant(weight, tuple(args.block_structure or ())).contiguous()

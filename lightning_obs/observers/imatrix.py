@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.qparams import covered_by_scale, flatten_for_calibration
-from lightning_obs.observers.by_inputs import ByInputsObserver
-from lightning_obs.observers.mse import MemorylessMSEObserver, NVFP4ExpandedMSEObserver
-from lightning_obs.observers.observer import Observer
+from lightning_obs.numerics.search.ranges import search_range
+from lightning_obs.observers.by_inputs import ByInputsObserver, require_fit
+from lightning_obs.observers.mse import NVFP4ExpandedMSEObserver
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
+from lightning_obs.observers.search_options import check_options
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -33,6 +35,8 @@ class IMatrixMSEObserver(ByInputsObserver):
         grid (int): steps per unit of p.
         norm (float): exponent of the error.
         expand (float): factor on the range before the search, at least 1.
+        signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
+            symmetric integer formats.
         strict (bool): a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
         weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
             the predictions depend on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
@@ -47,38 +51,41 @@ class IMatrixMSEObserver(ByInputsObserver):
         llm-compressor's ``imatrix_mse``, except that there ``strict`` is off.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
-        *MemorylessMSEObserver.statistics,
+    statistics = (
+        *ByInputsObserver.statistics,
         Statistic("input_squares", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.95,
         "patience": 5,
         "grid": 20.0,
         "norm": 3.0,
     }
-    _inputs_by: ClassVar[tuple[str, ...]] = ()
-    input_squares: torch.Tensor
+    _inputs_by = ()
 
-    @override
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        check_options(self)
+
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the squares ``(C,)`` and the number of tokens of an input ``(..., C)``."""
         return channel_squares(value)
 
     @override
-    def _search_by(
-        self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None
-    ) -> Sequence[torch.Tensor]:
-        self._require_fit(len(moments), value, value.shape[-1] == len(moments))
-        rows = covered_by_scale(self.args, value.shape)[0]
-        importance, observed = (
-            flatten_for_calibration(x, "weight", self.args, g_idx) for x in (moments.expand(rows, -1), value)
-        )
-        return self._search(observed, importance=importance.flatten(0, -2))
+    def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        channels = len(moments)
+        require_fit(self, channels, value, fits=value.shape[-1] == channels)
+        rows, _ = covered_by_scale(self.args, value.shape)
+        importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)
+        importance = importance.flatten(0, -2)
+        observed = flatten_for_calibration(value, "weight", self.args, g_idx)
+        ranges = search_range(observed, self.search_of(observed), importance=importance)
+        return ranges.low, ranges.high
 
 
 @Observer.register("nvfp4_expanded_imatrix")
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """``imatrix_mse`` with the candidates of ``nvfp4_expanded_mse``: for weights in NVFP4."""
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {**(NVFP4ExpandedMSEObserver.hyperparameters or {}), "norm": 2.4}
+    hyperparameters: ClassVar[Hyperparameters] = {**(NVFP4ExpandedMSEObserver.hyperparameters or {}), "norm": 2.4}

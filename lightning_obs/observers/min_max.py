@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -25,36 +25,40 @@ class MemorylessMinMaxObserver(Observer):
             above zero than below, which gives the lowest code, the one without a counterpart, to the larger end.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "keep"),
         Statistic("max_vals", "keep"),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"signed": False}
+    hyperparameters: ClassVar[Hyperparameters] = {"signed": False}
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         return observed_range(observed)
 
     def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
-        """The ranges of several tensors, ``(number, *Q)`` each: of ``lengths`` rows of ``(N, *Q, G)``, one below the
-        other.
+        """The ranges of several tensors that stand one below the other, ``(tensors, *Q)`` each.
+
+        Args:
+            observed: ``(N, *Q, G)``.
+            lengths: for each tensor the number of its rows, N together; on the device of ``observed``.
         """
-        low, high = torch.aminmax(observed, dim=-1)
-        return torch.segment_reduce(low, "min", lengths=lengths, unsafe=True), torch.segment_reduce(
-            high, "max", lengths=lengths, unsafe=True
-        )  # safe: the host looks at the lengths
+        row_lows, row_highs = torch.aminmax(observed, dim=-1)
+        # unsafe=False would make the host wait for the lengths, to check their sum.
+        low = torch.segment_reduce(row_lows, "min", lengths=lengths, unsafe=True)
+        high = torch.segment_reduce(row_highs, "max", lengths=lengths, unsafe=True)
+        return low, high
 
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """The range of everything observed: exact for any batches, any order of them and any ranks."""
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
-    keeps_extremes: ClassVar[bool] = True
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    keeps_extremes = True
+    hyperparameters: ClassVar[Hyperparameters] = {}
 
 
 class MovingAverageObserver(Observer):
@@ -81,24 +85,22 @@ class MovingAverageObserver(Observer):
         (tensor([-2.1213]), tensor([2.1213]))
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
+    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    hyperparameters: ClassVar[Hyperparameters] = {"averaging_constant": 0.01}
     averaging_constant: float
-    min_vals: torch.Tensor
-    max_vals: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("averaging_constant", 0 < self.averaging_constant <= 1, "a value in (0, 1]")
+        require(self, "averaging_constant", 0 < self.averaging_constant <= 1, "a value in (0, 1]")
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        low, high, *others = measured
+        low, high, *further = measured
         if self.has_statistics and self.averaging_constant != 1:
             c = self.averaging_constant
             low = self.min_vals * (1 - c) + low * c
             high = self.max_vals * (1 - c) + high * c
-        super().combine((low, high, *others))
+        super().combine((low, high, *further))
 
 
 @Observer.register("minmax")
@@ -112,8 +114,8 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
         CalibrationError: ``averaging_constant`` outside (0, 1].
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "mean"),
         Statistic("max_vals", "mean"),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    hyperparameters: ClassVar[Hyperparameters] = {}

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.qparams import covered_by_scale
-from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.min_max import MovingAverageObserver
-from lightning_obs.observers.observer import Observer
-from lightning_obs.observers.statistic import Statistic
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
+from lightning_obs.observers.search_options import check_options, divides_in_blocks, options_of
+from lightning_obs.observers.statistic import Statistic, observing
 
 
 @Observer.register("memoryless_mse")
@@ -36,22 +32,20 @@ class MemorylessMSEObserver(Observer):
         grid (int): steps per unit of p.
         norm (float): exponent of the error; 2 is the squared error, and a larger one penalizes large errors more.
         expand (float): factor on the range before the search, at least 1.
-        signed (bool): as of ``memoryless_minmax``. Candidates begin where candidates of positive scales do, at
+        signed (bool): whether the scale is negative where the range reaches farther above zero than below, for weights
+            in symmetric integer formats. Candidates begin where candidates of positive scales do, at
             ``2 ** bits / (2 ** bits - 1)`` times the range.
 
     Raises:
         CalibrationError: a value outside of these.
 
     Reference:
-        The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is that of GPTQ's reference code
+        The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is from GPTQ's reference code
         (Frantar et al., 2022, arXiv:2210.17323).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "keep"),
-        Statistic("max_vals", "keep"),
-    )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    statistics = (Statistic("min_vals"), Statistic("max_vals"))
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.20,
         "patience": 5,
         "grid": 100.0,
@@ -59,61 +53,27 @@ class MemorylessMSEObserver(Observer):
         "expand": 1.0,
         "signed": False,
     }
-    maxshrink: float
-    patience: int
-    grid: float
-    norm: float
-    expand: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        for name, least, most, expected in (
-            ("maxshrink", 0.0, 1.0, "a value in [0, 1]"),
-            ("patience", 0, sys.maxsize, "at least 0"),
-            ("grid", sys.float_info.min, sys.float_info.max, "a positive number"),
-            ("norm", sys.float_info.min, sys.float_info.max, "a positive number"),
-            ("expand", 1.0, sys.float_info.max, "at least 1"),
-        ):
-            value = getattr(self, name)
-            self._require(name, isinstance(value, (int, float)) and least <= value <= most, expected)
+        check_options(self)
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe one tensor; a weight in blocks is read block by block, where others copy it to flatten it."""
-        if self.base_name != "weight" or not _in_whole_blocks(value, self.args):
+        """Observe one tensor; a weight in blocks is read block by block and not copied."""
+        if self.base_name != "weight" or not divides_in_blocks(value, self.args):
             return super().forward(value, g_idx)
-        with self._observing():
+        with observing(self):
             self.combine(self._search(value))
         return self
 
     @override
-    def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
+    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         return self._search(observed)
 
-    def candidates(self) -> list[float]:
-        """The factors to try, in their order."""
-        return shrink_factors(self.maxshrink, self.grid)
-
-    @property
-    def idle_limit(self) -> int | None:
-        """Number of consecutive candidates without an improvement that ends the search; None: it visits all."""
-        return self.patience
-
-    @property
-    def widest(self) -> float:
-        """The widest candidate over the observed range."""
-        codes = 2**self.args.num_bits
-        return self.expand * codes / (codes - 1) if self.signed else self.expand
-
-    def _grid(self, observed: torch.Tensor) -> NumberGrid:
-        return NumberGrid.of(self.args, self.signed)
-
-    def _grid_search(self, observed: torch.Tensor) -> GridSearch:
-        """The candidates to try on an observed tensor, and the error that is to be least."""
-        return GridSearch(self._grid(observed), self.candidates(), self.idle_limit, self.norm, self.widest)
-
-    def _search(self, observed: torch.Tensor, **of_inputs: torch.Tensor) -> Sequence[torch.Tensor]:
-        ranges = search_range(observed, self._grid_search(observed), **of_inputs)
+    def _search(self, observed: torch.Tensor) -> MinMaxTuple:
+        numbers = NumberGrid.of(self.args, self.signed)
+        ranges = search_range(observed, options_of(self).search_on(numbers))
         return ranges.low, ranges.high
 
 
@@ -123,13 +83,12 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
 
     Keyword Args:
         averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+        maxshrink, patience, grid, norm, expand, signed: the search of each tensor, with the meanings and defaults of
+            ``memoryless_mse``.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
-        Statistic("min_vals", "mean"),
-        Statistic("max_vals", "mean"),
-    )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    hyperparameters: ClassVar[Hyperparameters] = {}
 
 
 @Observer.register("nvfp4_expanded_mse")
@@ -140,17 +99,9 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     where the numbers are dense.
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 1 - 0.8 / 1.8,
         "patience": 1000,
         "grid": 200.0,
         "expand": 1.8,
     }
-
-
-def _in_whole_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
-    """Whether a weight is searched by blocks, and no block is cut by its edge."""
-    if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2 or not value.is_floating_point():
-        return False
-    height, width = covered_by_scale(args, value.shape)
-    return value.numel() > 0 and value.is_contiguous() and not (value.shape[0] % height or value.shape[1] % width)

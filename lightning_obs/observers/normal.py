@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require, require_statistics
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -30,16 +30,13 @@ class NormalObserver(Observer):
         CalibrationError: ``k`` not above 0.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = tuple(Statistic(name, "sum") for name in Moments._fields)
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"k": 2.0}
+    statistics = tuple(Statistic(name, "sum") for name in Moments._fields)
+    hyperparameters: ClassVar[Hyperparameters] = {"k": 2.0}
     k: float
-    number: torch.Tensor
-    sums: torch.Tensor
-    squares: torch.Tensor
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
-        self._require("k", self.k > 0, "a value above 0")
+        require(self, "k", self.k > 0, "a value above 0")
 
     @override
     def measure(self, observed: torch.Tensor) -> Moments:
@@ -47,6 +44,8 @@ class NormalObserver(Observer):
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        self._require_statistics()
-        mean, std = mean_and_std(Moments(self.number, self.sums, self.squares))
-        return (mean - self.k * std).float(), (mean + self.k * std).float()
+        require_statistics(self)
+        moments = Moments(self.number, self.sums, self.squares)
+        mean, std = mean_and_std(moments)
+        reach = self.k * std
+        return (mean - reach).float(), (mean + reach).float()

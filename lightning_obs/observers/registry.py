@@ -12,30 +12,20 @@ from lightning_obs.errors import CalibrationError, likely, warn
 class Registry(RegistryMixin):
     """The registry that the base class of all observers inherits; names are registered under that one class."""
 
-    _replaced: ClassVar[dict[str, type]] = {}
-
-    @classmethod
-    def _root(cls) -> Any:
-        return next(base for base in reversed(cls.__mro__) if issubclass(base, Registry) and base is not Registry)
-
-    @classmethod
-    def _known_names(cls) -> list[str]:
-        return [*cls._root().registered_names(), *cls._root().registered_aliases()]
+    #: classes of users that took the place of a built-in one, by name
+    _replacements: ClassVar[dict[str, type]] = {}
 
     @classmethod
     def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
         """Register a class by name; a class of the user's takes the place of a built-in one, and says so once."""
         key = standardize_lookup_name(name or value.__name__)
-        if key not in cls._known_names():
-            super(Registry, cls._root()).register_value(value, name=key, alias=alias)
+        if key not in _registered_names(cls):
+            super(Registry, _base_class(cls)).register_value(value, name=key, alias=alias)
             return
         current = cls.get_value_from_registry(key)
-        if (current.__module__, current.__qualname__) != (value.__module__, value.__qualname__):
-            warn(
-                f"observer {name!r} is now {value.__module__}.{value.__qualname__}; it replaces "
-                f"{current.__module__}.{current.__qualname__}"
-            )
-        cls._replaced[key] = value
+        if _full_name(current) != _full_name(value):
+            warn(f"observer {name!r} is now {_full_name(value)}; it replaces {_full_name(current)}")
+        cls._replacements[key] = value
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:
@@ -44,15 +34,32 @@ class Registry(RegistryMixin):
         Raises:
             CalibrationError: no such name; the message lists the names there are.
         """
-        known = cls._known_names()
-        names = sorted(name.replace("-", "_") for name in known)  # as users write them
+        registered = _registered_names(cls)
+        names = sorted(key.replace("-", "_") for key in registered)  # as users write them
         if not isinstance(name, str):
             raise CalibrationError("an observer has a name", got=repr(name), expected=f"one of {', '.join(names)}")
         key = standardize_lookup_name(name)
-        if key in cls._replaced:
-            return cls._replaced[key]
-        if key not in known:
+        if key in cls._replacements:
+            return cls._replacements[key]
+        if key not in registered:
             raise CalibrationError(
                 f"unknown observer {name!r}{likely(name, names)}", expected=f"one of {', '.join(names)}"
             )
-        return super(Registry, cls._root()).get_value_from_registry(key)
+        return super(Registry, _base_class(cls)).get_value_from_registry(key)
+
+
+def _base_class(cls: type) -> Any:
+    """The first class below :class:`Registry` among a class's ancestors: names are registered under it."""
+    for ancestor in reversed(cls.__mro__):
+        if issubclass(ancestor, Registry) and ancestor is not Registry:
+            return ancestor
+    raise TypeError(f"{cls.__name__} has no base class to register under")
+
+
+def _registered_names(cls: type) -> list[str]:
+    base = _base_class(cls)
+    return [*base.registered_names(), *base.registered_aliases()]
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

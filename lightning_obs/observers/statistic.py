@@ -1,4 +1,4 @@
-"""A statistic is declared once: its name, and how two of them become one.
+"""A statistic is declared once: its name, and how two of them are reduced to one.
 
 From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
 ``reset`` forgets, the values checked for NaN, and the saved state.
@@ -11,9 +11,8 @@ A tensor is replaced when it changes, never written to: several observers may ho
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -23,9 +22,10 @@ from torch import distributed as dist
 from lightning_obs.errors import refuse
 from lightning_obs.numerics.many_tensors import all_finite, widened
 
-_OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
-#: methods that a subclass writes to observe differently from its parent
-_PHASE_1 = {
+#: reduction -> name of torch.distributed's ReduceOp
+_REDUCE_OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
+#: members that a subclass writes to observe differently from its parent
+_OBSERVING_MEMBERS = {
     "forward",
     "update_statistics_from_observed",
     "measure",
@@ -50,38 +50,46 @@ class Statistic(NamedTuple):
     reduction: str = "keep"
     of_inputs: bool = False
 
-    def combine(self, old: torch.Tensor | None, new: torch.Tensor) -> torch.Tensor:
-        """The statistic of two batches, in memory of its own; ``old`` is None before the first."""
-        if old is None or self.reduction in ("keep", "mean"):
-            return new.clone()  # it may be a view of the observed tensor
+    def combine(self, earlier: torch.Tensor | None, newest: torch.Tensor) -> torch.Tensor:
+        """The statistic of two batches, in memory of its own; ``earlier`` is None before the first."""
+        if earlier is None or self.reduction in ("keep", "mean"):
+            return newest.clone()  # it may be a view of the observed tensor
         if self.reduction == "sum":
-            return old + new
-        return torch.minimum(old, new) if self.reduction == "min" else torch.maximum(old, new)
+            return earlier + newest
+        if self.reduction == "min":
+            return torch.minimum(earlier, newest)
+        return torch.maximum(earlier, newest)
 
     def is_exact(self, value: Any) -> bool:
-        """Whether reducing ``value`` with the others gives the same bits in any order."""
+        """Whether reducing ``value`` with other values gives the same bits in any order."""
+        if self.reduction in ("min", "max"):
+            return True
         counts = isinstance(value, torch.Tensor) and not value.is_floating_point()
-        return self.reduction in ("min", "max") or (self.reduction == "sum" and counts)
+        return self.reduction == "sum" and counts
 
 
-def of_sync_dict(declared: Mapping[str, Any]) -> tuple[Statistic, ...]:
+def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
     """Read an ``_act_sync_dict``. A reduction that is not known keeps its own name, for the error.
 
     >>> of_sync_dict({"total": dist.ReduceOp.SUM, "high": "max"})[1].reduction
     'max'
     """
-    return tuple(Statistic(name, _reduction(given)) for name, given in declared.items())
+    return tuple(Statistic(name, _reduction(operation)) for name, operation in reductions.items())
 
 
-def _reduction(given: Any) -> str:
-    for reduction, op in _OPS.items():
-        if given.upper() in (reduction.upper(), op) if isinstance(given, str) else given == getattr(dist.ReduceOp, op):
+def _reduction(operation: Any) -> str:
+    """The name of a reduction that is written as a ReduceOp, as its name, or as one of our names, in any case."""
+    for reduction, name in _REDUCE_OPS.items():
+        if isinstance(operation, str):
+            if operation.upper() in (reduction.upper(), name):
+                return reduction
+        elif operation == getattr(dist.ReduceOp, name):
             return reduction
-    return str(given)
+    return str(operation)
 
 
 class Statistics:
-    """The state of an observer, as it is declared."""
+    """The state of an observer, as its class declares it."""
 
     args: QuantizationArgs
     base_name: str
@@ -93,132 +101,177 @@ class Statistics:
     #: the same as the ecosystem's guide writes it: statistic -> reduction over ranks
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    #: a weight's observer that also wants the module's inputs: its owner calls ``observe_inputs``
-    needs_inputs: ClassVar[bool] = False
+    #: whether the observer of a weight also wants the module's inputs: its owner calls ``observe_inputs``
+    needs_inputs = False
 
     #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
-    keeps_extremes: ClassVar[bool] = False
+    keeps_extremes = False
 
     #: attributes that are set from outside, which ``reset`` keeps, and that are not statistics
-    _settings: ClassVar[tuple[str, ...]] = (
-        "qparams_dtype",
-        "_fused_observers",
-        "_joins_ranges",
-        "is_finite",
-        "_chosen",
-        "_kind",
-    )
+    _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite", "kind")
 
     #: whether ``statistics`` are all that observing sets
-    _declares_all: ClassVar[bool] = False
+    _declares_all = False
 
     #: whether the statistics were found to be finite since they were last changed
-    is_finite: bool = False
-
-    #: a range that was searched in the statistics, beside what it was searched in; None since they were last changed
-    _chosen: Any = None
+    is_finite = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class that observes differently from its parent, and does not declare its statistics, declares nothing."""
         super().__init_subclass__(**kwargs)
-        own = vars(cls)
-        if "statistics" in own:
-            operations = {s.name: _OPS[s.reduction] for s in cls.statistics if s.reduction in _OPS}
+        members = vars(cls).keys()
+        observes_differently = bool(_OBSERVING_MEMBERS & members)
+        if "statistics" in members:
             cls._declares_all = True
-            cls._act_sync_dict = {name: getattr(dist.ReduceOp, op) for name, op in operations.items()}
+            cls._act_sync_dict = {}
+            for statistic in cls.statistics:
+                operation = _REDUCE_OPS.get(statistic.reduction)
+                if operation is not None:
+                    cls._act_sync_dict[statistic.name] = getattr(dist.ReduceOp, operation)
             cls.needs_inputs = any(statistic.of_inputs for statistic in cls.statistics)
-        elif _PHASE_1 & own.keys():
+        elif observes_differently:
             cls._declares_all = False
-        if {"statistics", *_PHASE_1} & own.keys() and "keeps_extremes" not in own:
+        if ("statistics" in members or observes_differently) and "keeps_extremes" not in members:
             cls.keeps_extremes = False
-
-    def _new(self) -> Statistics:
-        """An observer like this one that has seen nothing."""
-        return type(self)(self.base_name, self.args)  # type: ignore[call-arg]
-
-    @contextmanager
-    def _observing(self) -> Iterator[None]:
-        # Lightning validates under inference mode; a statistic born in it could not be updated in training.
-        with torch.inference_mode(False), torch.no_grad():
-            self.is_finite, self._chosen = False, None
-            yield
-
-    def _combine(self, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
-        declared = [statistic for statistic in self.statistics if statistic.of_inputs == of_inputs]
-        for statistic, new in zip(declared, measured, strict=False):
-            setattr(self, statistic.name, statistic.combine(getattr(self, statistic.name, None), new))
-
-    @property
-    def declared(self) -> tuple[Statistic, ...]:
-        """The statistics that the class declares, in ``statistics`` or as the guide does."""
-        if self._declares_all and "_act_sync_dict" not in vars(self):
-            return self.statistics
-        return of_sync_dict(self._act_sync_dict)
 
     def get_statistics(self) -> dict[str, Any]:
         """Everything that was gathered: ``{attribute: value}``."""
-        found = {s.name: vars(self)[s.name] for s in self.declared if vars(self).get(s.name) is not None}
+        attributes = vars(self)
+        statistics = {}
+        for declared in declared_statistics(self):
+            if attributes.get(declared.name) is not None:
+                statistics[declared.name] = attributes[declared.name]
         if self._declares_all:
-            return found
-        new = vars(self._new())
-        others = vars(self).keys() - found.keys() - set(self._settings)
-        changed = [n for n in vars(self) if n in others and not (n in new and equal_values(new[n], vars(self)[n]))]
-        return found | {name: vars(self)[name] for name in changed}
+            return statistics
+        initial = vars(new_like(self))
+        for name, value in attributes.items():
+            if name in statistics or name in self._settings:
+                continue
+            if name not in initial or not equal_values(initial[name], value):
+                statistics[name] = value
+        return statistics
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
         """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
 
         Raises:
-            CalibrationError: a name that no statistic can have, as it is the observer's own.
+            CalibrationError: a name that no statistic can have, because the observer has another member of that name.
         """
-        own = {"args", "base_name", *self._settings}
-        behaviour = [n for n in statistics if callable(of := getattr(type(self), n, None)) or isinstance(of, property)]
-        refuse(sorted(own & statistics.keys()) + behaviour, f"{type(self).__name__} has no such statistic")
-        self.__dict__ |= {**statistics, "is_finite": False, "_chosen": None}
+        reserved = []
+        for name in statistics:
+            member = getattr(type(self), name, None)
+            is_setting = name in ("args", "base_name") or name in self._settings
+            if is_setting or callable(member) or isinstance(member, property):
+                reserved.append(name)
+        refuse(sorted(reserved), f"{type(self).__name__} has no such statistic")
+        self.__dict__.update(statistics)
+        self.is_finite = False
 
     def reset(self, keep: Collection[str] = ()) -> None:
         """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay."""
         if self._declares_all:  # a new observer costs much more
-            self._chosen = None
             for statistic in self.statistics:
                 if statistic.name not in keep:
                     vars(self).pop(statistic.name, None)
             return
-        kept = {name: value for name, value in vars(self).items() if name in (*self._settings, *keep)}
+        kept = {}
+        for name, value in vars(self).items():
+            if name in self._settings or name in keep:
+                kept[name] = value
         with torch.inference_mode(False):
-            self.__dict__ = vars(self._new()) | kept
-
-    @property
-    def input_statistics(self) -> tuple[str, ...]:
-        """The names of the statistics ``of_inputs``."""
-        return tuple(statistic.name for statistic in self.declared if statistic.of_inputs)
+            self.__dict__ = vars(new_like(self)) | kept
 
     @property
     def has_statistics(self) -> bool:
         """Whether anything was observed."""
-        observed = [s.name for s in self.statistics if not s.of_inputs] if self._declares_all else []
-        return all(hasattr(self, name) for name in observed[:1] or ("min_vals", "max_vals"))
+        if self._declares_all:
+            for statistic in self.statistics:
+                if not statistic.of_inputs:
+                    return hasattr(self, statistic.name)
+        return hasattr(self, "min_vals") and hasattr(self, "max_vals")
 
     def nonfinite_statistics(self) -> str | None:
         """The number of NaN or infinite values of each statistic, as text; None if all are finite."""
         statistics = self.get_statistics()
         if all_finite(statistics.values()):
             return None
-        counted = {
-            name: (int((~torch.isfinite(widened(value))).sum()), value.numel())
-            for name, value in statistics.items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point()
-        }
-        return ", ".join(f"{bad} of {n} {name.lstrip('_')} not finite" for name, (bad, n) in counted.items() if bad)
+        problems = []
+        for name, value in statistics.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                count = int((~torch.isfinite(widened(value))).sum())
+                shown_name = name.lstrip("_")
+                if count:
+                    problems.append(f"{count} of {value.numel()} {shown_name} not finite")
+        return ", ".join(problems)
 
 
-def equal_values(before: Any, now: Any) -> bool:
-    """Whether an attribute has not changed. An object of a class of its own is taken for unchanged."""
-    if type(before) is not type(now):
+# ---------------------------------------------------------------------- questions about an observer's statistics
+
+
+def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
+    """The statistics that an observer declares, in ``statistics`` or as the guide does."""
+    if observer._declares_all and "_act_sync_dict" not in vars(observer):
+        return observer.statistics
+    return of_sync_dict(observer._act_sync_dict)
+
+
+def input_statistics(observer: Statistics) -> list[str]:
+    """The names of the statistics that an observer of a weight gathers of the module's inputs."""
+    return [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs]
+
+
+def observes_data(observer: Statistics) -> bool:
+    """Whether the statistics depend on the data that the model runs on: not where a weight alone is observed."""
+    return observer.base_name != "weight" or observer.needs_inputs
+
+
+def lacks_inputs(observer: Statistics) -> bool:
+    """Whether the observer needs inputs and saw none. One whose hyperparameter ``strict`` is off goes without."""
+    if not observer.needs_inputs or not getattr(observer, "strict", True):
         return False
-    if isinstance(before, torch.Tensor):
-        return before.dtype == now.dtype and torch.equal(before, now)
+    return not all(hasattr(observer, name) for name in input_statistics(observer))
+
+
+def is_reached(observer: Statistics) -> bool:
+    """Whether data reached the observer: a tensor of its own, or inputs for a weight that is observed at the end."""
+    return observer.has_statistics or (observer.needs_inputs and not lacks_inputs(observer))
+
+
+def merges_extremes_only(observer: Statistics) -> bool:
+    """Whether an observer merges extremes only, so that ranks may have seen the same data, or other features of it."""
+    reductions = {statistic.reduction for statistic in declared_statistics(observer)}
+    return observer.keeps_extremes and reductions <= {"min", "max"}
+
+
+# ---------------------------------------------------------------------- changing statistics
+
+
+@contextmanager
+def observing(observer: Statistics) -> Iterator[None]:
+    """The block in which an observer changes its statistics: without gradients, and outside inference mode.
+
+    Lightning validates under inference mode, and a statistic that was born in it could not be updated in training.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        observer.is_finite = False
+        yield
+
+
+def new_like(observer: Any) -> Any:
+    """An observer of the same class, tensor and hyperparameters that has seen nothing."""
+    return type(observer)(observer.base_name, observer.args)
+
+
+def equal_values(earlier: Any, later: Any) -> bool:
+    """Whether an attribute has not changed. An object whose class defines no equality is taken for unchanged."""
+    if type(earlier) is not type(later):
+        return False
+    if isinstance(earlier, torch.Tensor):
+        return earlier.dtype == later.dtype and torch.equal(earlier, later)
     try:
-        return bool(before == now) or "__eq__" not in chain.from_iterable(map(vars, type(before).__mro__[:-1]))
+        if earlier == later:
+            return True
     except (RuntimeError, ValueError, TypeError):  # containers of tensors
         return False
+    ancestors = type(earlier).__mro__[:-1]
+    return not any("__eq__" in vars(ancestor) for ancestor in ancestors)

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.errors import CalibrationError, key_text, refuse, require_no_failure, sendable
 from lightning_obs.numerics.many_tensors import all_finite
 from lightning_obs.observers import Key, Observer
+from lightning_obs.observers.statistic import declared_statistics, is_reached
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.reduction import (
     WIDE,
@@ -251,7 +252,7 @@ def _describe(
         if key not in counted:
             continue
         statistics[key] = observer.get_statistics()
-        if not observer.is_reached:
+        if not is_reached(observer):
             description.unreached.add(key)
         reductions = _declared_reductions(observer) if reduced else {}
         forms = []
@@ -276,7 +277,11 @@ def _describe(
 
 def _declared_reductions(observer: Observer) -> dict[str, str]:
     """The reduction of each statistic of an observer that declares one."""
-    return {statistic.name: statistic.reduction for statistic in observer.declared if statistic.reduction != "keep"}
+    return {
+        statistic.name: statistic.reduction
+        for statistic in declared_statistics(observer)
+        if statistic.reduction != "keep"
+    }
 
 
 def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:

@@ -45,7 +45,7 @@ def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
         input_noise = 0.0
     else:  # a dynamic input was not measured: it makes the rest, beside the weight
         input_noise = max(0.0, noise - weight_noise)
-    loss = report.losses.get(error.name, noise)
+    loss = report.decisions.losses.get(error.name, noise)
     if not math.isfinite(loss):
         loss = 0.0
     both = weight_noise + input_noise or 1.0
@@ -85,7 +85,7 @@ def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
     total = sum(layer.loss for layer in losses)
     if not total:
         return ""
-    poor = [] if report.choices else report.poor_layers
+    poor = [] if report.decisions.choices else report.poor_layers
     worst = [layer for layer in losses if layer.name in poor]
     below_limit = {error.name for error in report.errors if error.sqnr < POOR_SQNR}
     names = [layer.name for layer in worst if layer.name in below_limit]  # the others share their scheme

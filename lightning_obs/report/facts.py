@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain
 from statistics import median, median_low
 from typing import Any
@@ -92,6 +92,60 @@ class LayerFacts:
 
 
 @dataclass
+class Quality:
+    """How good the quantized model is, in numbers.
+
+    Attributes:
+        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; kept in an order that does not depend
+            on the order in which they were logged. The first one stands for the run in a comparison.
+        higher_is_better: by name of a metric, its direction. Without an entry, the direction follows from the name, if
+            it can (:func:`~lightning_obs.report.logged_metrics.metric_kind`).
+        are_held_out: whether the metrics are of data that calibration has not seen.
+        curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
+        moved: how far the predictions are from the original's.
+        was_trained: whether the model was trained after its calibration.
+        calibrated: metrics of the calibrated model before it was trained, by name.
+    """
+
+    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
+    are_held_out: bool = False
+    curves: Sequence[Mapping[str, float]] = ()
+    moved: Moved | None = None
+    was_trained: bool = False
+    calibrated: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.metrics = sorted_metrics(self.metrics, self.higher_is_better)
+
+    def kind_of(self, name: str) -> MetricKind:
+        """The kind of a metric, by its name and its direction."""
+        return metric_kind(name, self.higher_is_better.get(name))
+
+
+@dataclass
+class Decisions:
+    """What was decided by measurement: schemes and observers.
+
+    Attributes:
+        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
+        sensitivity_unit: see ``sensitivity``.
+        losses: of each module with the scheme that was chosen for it, in the unit of ``frontier``.
+        choices: the scheme that was chosen for each module.
+        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``; a point may have ``"mark"``: ``"chosen"``,
+            ``"measured"`` or ``"full precision"``.
+        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
+    """
+
+    sensitivity: Mapping[str, float] = field(default_factory=dict)
+    sensitivity_unit: str = ""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    choices: Mapping[str, str] = field(default_factory=dict)
+    frontier: Sequence[Mapping[str, Any]] = ()
+    scores: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass
 class Report:
     """The facts of a run. Facts that are left out are not shown.
 
@@ -99,15 +153,8 @@ class Report:
         title: of the page.
         result: of the calibration.
         errors: of the layers, worst first.
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; kept in an order that does not depend
-            on the order in which they were logged. The first one stands for the run in a comparison.
-        higher_is_better: by name of a metric, its direction; of one that is not here its name tells it, or nothing
-            (:func:`~lightning_obs.report.logged_metrics.metric_kind`).
-        are_held_out: whether the metrics are of data that calibration has not seen.
-        curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
-        moved: how far the predictions are from the original's.
-        was_trained: after calibration.
-        calibrated: metrics of the calibrated model before it was trained, by name.
+        quality: metrics, predictions, training.
+        decisions: sensitivities, a plan of schemes, scores of observers.
         sizes: bytes before and after; by default the sums of ``kinds``.
         checkpoint: the exported folder; None: nothing was exported.
         options: of the calibration.
@@ -115,12 +162,6 @@ class Report:
         kinds: bytes before and after, by kind of tensor.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
-        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
-        losses: of each module with the scheme that was chosen for it, in the unit of ``frontier``.
-        choices: the scheme that was chosen for each module.
-        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``; ``"mark": "chosen"``, ``"measured"`` or
-            ``"full precision"`` where a point is that.
-        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
         lines: further lines of the summary.
         can_run: whether a next step can run on this model after this run; without it, none is proposed.
@@ -130,13 +171,8 @@ class Report:
     title: str
     result: CalibrationResult | None = None
     errors: Sequence[LayerError] = ()
-    metrics: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    higher_is_better: Mapping[str, bool] = field(default_factory=dict)
-    are_held_out: bool = False
-    curves: Sequence[Mapping[str, float]] = ()
-    moved: Moved | None = None
-    was_trained: bool = False
-    calibrated: Mapping[str, float] = field(default_factory=dict)
+    quality: Quality = field(default_factory=Quality)
+    decisions: Decisions = field(default_factory=Decisions)
     sizes: tuple[int, int] | None = None
     checkpoint: str | os.PathLike[str] | None = None
     options: CalibrationOptions | None = None
@@ -144,40 +180,46 @@ class Report:
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None
-    sensitivity: Mapping[str, float] = field(default_factory=dict)
-    sensitivity_unit: str = ""
-    losses: Mapping[str, float] = field(default_factory=dict)
-    choices: Mapping[str, str] = field(default_factory=dict)
-    frontier: Sequence[Mapping[str, Any]] = ()
-    scores: Sequence[Mapping[str, Any]] = ()
     runs: Sequence[Mapping[str, Any]] = ()
     lines: Sequence[str] = ()
     can_run: Callable[[Step], bool] = lambda step: False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.metrics = sorted_metrics(self.metrics, self.higher_is_better)
         if self.sizes is None and self.kinds:
-            before, after = zip(*self.kinds.values(), strict=True)
-            self.sizes = sum(before), sum(after)
+            before = sum(size for size, _ in self.kinds.values())
+            after = sum(size for _, size in self.kinds.values())
+            self.sizes = before, after
+
+    @classmethod
+    def of(cls, title: str, **facts: Any) -> Report:
+        """A report from facts by name: fields of :class:`Report`, :class:`Quality` and :class:`Decisions`."""
+        parts: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "report": {}}
+        for name, fact in facts.items():
+            parts[_PART_OF_FACT[name]][name] = fact
+        return cls(
+            title, quality=Quality(**parts["quality"]), decisions=Decisions(**parts["decisions"]), **parts["report"]
+        )
 
     @property
     def lost(self) -> str:
         """The measure that layers are compared by: the loss that a plan estimated, else the noise of their outputs."""
-        return "estimated loss" if self.losses else "noise"
+        return "estimated loss" if self.decisions.losses else "noise"
 
     @property
     def row(self) -> dict[str, Any]:
         """The run's row of a comparison: the first metric before and after, size, seconds, the worst layer."""
-        return {
-            "run": self.title,
-            "metric": next(iter(self.metrics), None),
-            **dict(list(self.metrics.items())[:1]),
-            **({} if self.moved is None else asdict(self.moved)),
-            "size": None if self.sizes is None else self.sizes[1],
-            "seconds": None if self.result is None else self.result.seconds,
-            "worst_sqnr": self.errors[0].sqnr if self.errors else None,
-        }
+        row: dict[str, Any] = {"run": self.title, "metric": None}
+        for name, values in self.quality.metrics.items():
+            row["metric"] = name
+            row[name] = values
+            break  # the first metric stands for the run
+        if self.quality.moved is not None:
+            row |= asdict(self.quality.moved)
+        row["size"] = None if self.sizes is None else self.sizes[1]
+        row["seconds"] = None if self.result is None else self.result.seconds
+        row["worst_sqnr"] = self.errors[0].sqnr if self.errors else None
+        return row
 
     @property
     def poor_layers(self) -> list[str]:
@@ -192,15 +234,33 @@ class Report:
         return list(poor)
 
 
+def _parts_of_facts() -> dict[str, str]:
+    parts: dict[str, str] = {}
+    for part, owner in (("report", Report), ("quality", Quality), ("decisions", Decisions)):
+        for fact in fields(owner):
+            parts[fact.name] = part
+    for name in ("title", "quality", "decisions"):
+        del parts[name]
+    return parts
+
+
+#: by name of a fact, the part of a report that holds it
+_PART_OF_FACT = _parts_of_facts()
+
+
+def fact_names() -> list[str]:
+    """The facts that :meth:`Report.of` takes, and ``title``."""
+    return ["title", *_PART_OF_FACT]
+
+
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     """What the run has measured, by name, in the order of a report; the arrow stands between before and after."""
     texts: dict[str, str] = {}
-    for name, (before, after) in report.metrics.items():
+    for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
-            kind = metric_kind(name, report.higher_is_better.get(name))
-            texts[name] = metric_text(kind, before, after, arrow)
-    if report.moved is not None:
-        texts |= moved_texts(asdict(report.moved))
+            texts[name] = metric_text(report.quality.kind_of(name), before, after, arrow)
+    if report.quality.moved is not None:
+        texts |= moved_texts(asdict(report.quality.moved))
     if report.sizes is not None:
         before_size, after_size = report.sizes
         texts["size"] = f"{human_size(before_size)} {arrow} {human_size(after_size)}"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from lightning_obs.report.facts import Report, facts, metric_text
-from lightning_obs.report.logged_metrics import MetricKind, metric_kind
+from lightning_obs.report.logged_metrics import MetricKind
 
 Grade: TypeAlias = Literal["good", "usable", "broken", "not graded", "not measured"]
 
@@ -44,13 +44,15 @@ def signs_of(report: Report) -> list[Sign]:
     """The run's numbers with their grades: its metrics, the predictions, and training against calibration."""
     texts = facts(report, _ARROW)
     signs = []
-    for name, (before, after) in report.metrics.items():
+    for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
-            grade = metric_grade(_kind(report, name), before, after, has_logits=report.moved is not None)
+            grade = metric_grade(
+                report.quality.kind_of(name), before, after, has_logits=report.quality.moved is not None
+            )
             signs.append(Sign(name, texts[name], grade))
-    if report.moved is not None:
-        divergence = _by_limits(report.moved.divergence, NATS)
-        agreement = _by_limits(report.moved.agreement, AGREEMENT)
+    if report.quality.moved is not None:
+        divergence = _by_limits(report.quality.moved.divergence, NATS)
+        agreement = _by_limits(report.quality.moved.agreement, AGREEMENT)
         signs.append(Sign("KL [nats]", texts["KL [nats]"], divergence))
         signs.append(Sign("same top-1 [%]", texts["same top-1 [%]"], agreement))
     return [*signs, *_training_signs(report)]
@@ -112,18 +114,14 @@ def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: b
 def worse_than_calibrated(report: Report) -> list[str]:
     """Names of the metrics by which training made the model worse than calibration had left it."""
     worse = []
-    for name, calibrated in report.calibrated.items():
-        _, after = report.metrics.get(name, (None, None))
+    for name, calibrated in report.quality.calibrated.items():
+        _, after = report.quality.metrics.get(name, (None, None))
         if after is None or not math.isfinite(calibrated):
             continue
-        lost = math.inf if not math.isfinite(after) else _worsening(_kind(report, name), calibrated, after)
+        lost = math.inf if not math.isfinite(after) else _worsening(report.quality.kind_of(name), calibrated, after)
         if lost is not None and lost > WORSE:
             worse.append(name)
     return worse
-
-
-def _kind(report: Report, name: str) -> MetricKind:
-    return metric_kind(name, report.higher_is_better.get(name))
 
 
 def _worsening(kind: MetricKind, before: float, after: float) -> float | None:
@@ -162,11 +160,11 @@ def _training_signs(report: Report) -> list[Sign]:
     """Each metric before and after training; a model that training made worse is at most usable."""
     worse = worse_than_calibrated(report)
     signs = []
-    for name, calibrated in report.calibrated.items():
-        _, after = report.metrics.get(name, (None, None))
+    for name, calibrated in report.quality.calibrated.items():
+        _, after = report.quality.metrics.get(name, (None, None))
         if after is None:
             continue
-        value = metric_text(_kind(report, name), calibrated, after, _ARROW)
+        value = metric_text(report.quality.kind_of(name), calibrated, after, _ARROW)
         grade: Grade = "usable" if name in worse else "good"
         signs.append(Sign(f"{name} since calibration", value, grade))
     return signs

@@ -155,7 +155,7 @@ def known_layer_errors(
 
     Args:
         model: a calibrated model.
-        counts: of inputs that were counted (``session.input_counts``).
+        counts: of inputs that were counted (``session.observation.input_counts``).
         collectives: how to talk to the other ranks, which all must call this. Each measures its share of the weights.
     """
     layers = _layers(model)

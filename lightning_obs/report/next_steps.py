@@ -128,7 +128,7 @@ def _remedies(run: _Run) -> list[Step]:
 def _leave_out(run: _Run) -> Iterator[Step]:
     """Leave poor layers in full precision, if they are few. A plan has decided about its layers."""
     report, poor = run.report, run.report.poor_layers
-    if report.choices or report.options is None or not 0 < len(poor) < len(run.losses) / 2:
+    if report.decisions.choices or report.options is None or not 0 < len(poor) < len(run.losses) / 2:
         return
     share = sum(layer.loss for layer in run.losses if layer.name in poor) / run.loss
     known = [report.layers[name] for name in poor if name in report.layers]
@@ -145,9 +145,9 @@ def _leave_out(run: _Run) -> Iterator[Step]:
 
 def _budget(run: _Run) -> Iterator[Step]:
     """More bits for a plan, if its frontier has a plan of less loss there."""
-    frontier = [point for point in run.report.frontier if math.isfinite(point["loss"])]
+    frontier = [point for point in run.report.decisions.frontier if math.isfinite(point["loss"])]
     chosen = next((point for point in frontier if point.get("mark") == "chosen"), None)
-    if not run.report.choices or chosen is None or chosen["loss"] <= 0:
+    if not run.report.decisions.choices or chosen is None or chosen["loss"] <= 0:
         return
     bits = chosen["bits_per_weight"] + _MORE_BITS
     plans = [point for point in frontier if point.get("mark") != "measured"]
@@ -173,7 +173,7 @@ def _token_scales(run: _Run) -> Iterator[Step]:
 
 def _observers(run: _Run) -> Iterator[Step]:
     """Observers chosen by measurement, for inputs with one scale."""
-    if _scheme_with_token_scales(run) is None or run.report.scores or run.report.choices:
+    if _scheme_with_token_scales(run) is None or run.report.decisions.scores or run.report.decisions.choices:
         return
     reason = f"inputs make {percent(run.input_share)} of the noise, and another range may suit them"
     python = _calibration(run.report, observers="auto")
@@ -184,7 +184,12 @@ def _observers(run: _Run) -> Iterator[Step]:
 def _rounding(run: _Run) -> Iterator[Step]:
     """Integers of few bits that are chosen by the inputs of the weight."""
     report = run.report
-    if report.options is None or report.choices or report.was_trained or has_rounding(report.options.config):
+    if (
+        report.options is None
+        or report.decisions.choices
+        or report.quality.was_trained
+        or has_rounding(report.options.config)
+    ):
         return
     for group in report.options.config.config_groups.values():
         if group.weights is None or group.weights.type != "int" or group.weights.num_bits >= 8:
@@ -205,7 +210,7 @@ def _untrained(run: _Run) -> Iterator[Step]:
 
 def _fine_tune(run: _Run) -> Iterator[Step]:
     """Train through the quantization."""
-    if not run.report.was_trained:
+    if not run.report.quality.was_trained:
         python = _call("QuantizationAwareTraining", run.report.options, {})
         yield Step("fine_tune", "Fine-tune it", "trains the weights through the quantization; it takes longest", python)
 
@@ -239,7 +244,7 @@ class _Name(str):
 
 def _calibration(report: Report, **changes: Any) -> str:
     """Python that calibrates, or trains, as the run did with some arguments changed."""
-    callback = "QuantizationAwareTraining" if report.was_trained else "CalibrationCallback"
+    callback = "QuantizationAwareTraining" if report.quality.was_trained else "CalibrationCallback"
     return _call(callback, report.options, changes)
 
 

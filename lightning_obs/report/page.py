@@ -76,7 +76,9 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
         CalibrationError: a point of the frontier without name, bits per weight or loss; the folder cannot be written.
     """
     keys = {"name", "bits_per_weight", "loss"}
-    incomplete = [f"point {number}" for number, point in enumerate(report.frontier) if not keys <= point.keys()]
+    incomplete = [
+        f"point {number}" for number, point in enumerate(report.decisions.frontier) if not keys <= point.keys()
+    ]
     refuse(incomplete, "a point of the frontier lacks something", expected="name, bits_per_weight, loss")
     folder = Path(folder)
     data = _data(report, judge(report, folder) if judgement is None else judgement)
@@ -136,8 +138,13 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
         **report.row,
         **report.extra,
     }
-    for name in ("title", "metrics", "sensitivity_unit", "kinds", "frontier", "scores", "curves"):
-        data[name] = getattr(report, name)
+    data["title"] = report.title
+    data["kinds"] = report.kinds
+    data["metrics"] = report.quality.metrics
+    data["curves"] = report.quality.curves
+    data["sensitivity_unit"] = report.decisions.sensitivity_unit
+    data["frontier"] = report.decisions.frontier
+    data["scores"] = report.decisions.scores
     data["judgement"] = {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]}
     data["summary"] = _summary(report, judgement)
     data["lines"] = as_names(report.lines)
@@ -166,8 +173,8 @@ def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
 def _page(report: Report, data: Mapping[str, Any]) -> str:
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     titles = {"share": f"share of the {report.lost} [%]"}
-    if report.sensitivity_unit:
-        titles["sensitivity"] = f"sensitivity [{report.sensitivity_unit}]"
+    if report.decisions.sensitivity_unit:
+        titles["sensitivity"] = f"sensitivity [{report.decisions.sensitivity_unit}]"
     columns = [(key, titles.get(key, title), *how) for key, title, *how, _ in COLUMNS]
     # The page needs no more digits than it shows.
     shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR, "lost": report.lost}
@@ -180,7 +187,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
     """A row of the page's data for each layer that anything is known of."""
     rows: dict[str, dict[str, Any]] = {error.name: layer_row(error) for error in report.errors}
-    for name in [*report.layers, *report.sensitivity, *report.choices]:
+    for name in [*report.layers, *report.decisions.sensitivity, *report.decisions.choices]:
         rows.setdefault(name, {"name": name})
     _add_losses(rows, report)
     for name, layer in report.layers.items():
@@ -208,7 +215,11 @@ def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
         for layer in losses:
             rows[layer.name]["share"] = 100 * layer.loss / total
             rows[layer.name]["by_input"] = layer.input
-    values_by_key = {"sensitivity": report.sensitivity, "loss": report.losses, "choice": report.choices}
+    values_by_key = {
+        "sensitivity": report.decisions.sensitivity,
+        "loss": report.decisions.losses,
+        "choice": report.decisions.choices,
+    }
     for key, values in values_by_key.items():
         for name, value in values.items():
             rows[name][key] = value

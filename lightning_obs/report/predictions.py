@@ -22,14 +22,13 @@ from lightning_obs.forward.calls import named_logits
 from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.numerics.divergence import summed_divergence
 from lightning_obs.ranks.collectives import Collectives
 
 #: memory on each rank for the original's logits, and as much again for batches that are kept [bytes]
 KEPT_BYTES = 2 * 2**30
 #: positions that are compared at a time: a block of their logits stays in the cache
 _ROWS = 16
-#: of a class whose probability is 0: with minus infinity a divergence is NaN
-_LEAST = -1e4
 
 
 @dataclass(frozen=True)
@@ -113,8 +112,8 @@ class Comparison:
         """Add the positions of two tensors of logits, ``(positions, classes)``."""
         sums = torch.zeros(2, dtype=torch.float64, device=quantized.device)
         for before, after in zip(original.to(quantized.device).split(_ROWS), quantized.split(_ROWS), strict=True):
-            p, q = (logits.float().log_softmax(-1).clamp_min(_LEAST) for logits in (before, after))
-            sums += torch.stack([(p.exp() * (p - q)).sum(), (before.argmax(-1) == after.argmax(-1)).sum()])
+            agreeing = (before.argmax(-1) == after.argmax(-1)).sum()
+            sums += torch.stack([summed_divergence(after, before), agreeing])
         self._sums += torch.tensor([*sums.tolist(), len(original)], dtype=torch.float64)
 
     def reduced(self, collectives: Collectives) -> Moved | None:

@@ -17,10 +17,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.model.fsdp1 import unit_of
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
 from lightning_obs.model.module_qparams import qparams_home
-from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
-from lightning_obs.model.wrappers import adopt_adapters, base_of, inside_adapted, is_adapted
+from lightning_obs.model.weight import adapters_of, identity, matrix_shape, whole_shape
+from lightning_obs.model.wrappers import base_of, inside_adapted, is_adapted, register_adapters
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
@@ -53,7 +54,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     ignore = list(config.ignore or [])
     groups_by_target = leave_out_absent_classes(model, _groups_by_target(config))
     check_patterns(model, groups_by_target, ignore)
-    adopt_adapters(model)
+    register_adapters(model)
     targets = find_states(model, config, groups_by_target)
     selected_by_class = _add_matching_modules(targets, model, groups_by_target, ignore)
     left_out = unsuited(model, targets, selected_by_class)

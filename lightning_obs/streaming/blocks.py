@@ -117,17 +117,16 @@ class BlockRunner:
             self._output = self.outputs[index]
             self._calls = 0
             # Modules before the first block run again with each block, and are observed once.
-            self.session.is_paused = not (observe and self._no_block_was_observed)
+            self.session.ignore_calls(not (observe and self._no_block_was_observed))
             self._run_model(batch)
             if self._calls != min(block + 1, len(self.blocks)):
                 raise self._refusal(f"{self._calls} of {len(self.blocks)} blocks were called")
             if keep and block < len(self.blocks):
                 self.outputs[index] = _copied(self._output, torch.device("cpu"))
             self._output = None
-        self.session.is_paused = False
+        self.session.ignore_calls(False)
         if observe:
             self._no_block_was_observed = False
-        self.session.read.forget()  # it keeps a second copy of the last Hessian
 
     def _run_model(self, batch: Any) -> None:
         """Call the model; its forward ends at the running block."""
@@ -151,7 +150,7 @@ class BlockRunner:
             self._output = forward(*args, **kwargs)
             raise _BlockDone
         is_block_before = index == self._running_block - 1
-        self.session.is_paused = not (self._is_observing and is_block_before)
+        self.session.ignore_calls(not (self._is_observing and is_block_before))
         if is_block_before:
             return _copied(self._output, self._device)
         return self._unread(self._output)

@@ -22,6 +22,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.model.module_qparams import scheme_args
+from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
 from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
@@ -92,7 +93,9 @@ def quantize_checkpoint(
                 expected = f"{files.tally.total:,}"
                 raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
             unnamed.close()  # the folder takes its name
-    return result_of(files.session, seconds=time.perf_counter() - started)
+    result = result_of(files.session.observation)
+    result.seconds = time.perf_counter() - started
+    return result
 
 
 def _require_workers(workers: int | Collectives) -> None:
@@ -111,7 +114,7 @@ def _require_no_data(options: CalibrationOptions) -> None:
         for base, args in scheme_args(group):
             if base != "weight" and args.dynamic is not True:
                 static_activations.append(f"static {base} activations")
-            if base == "weight" and make_observer("weight", args).observes_data:
+            if base == "weight" and observes_data(make_observer("weight", args)):
                 observers_of_inputs.append(f"{args.observer} on the inputs")
     reasons = static_activations + observers_of_inputs
     if options.config.kv_cache_scheme is not None:

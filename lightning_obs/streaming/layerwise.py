@@ -163,7 +163,8 @@ class _LayerwiseRun:
         self._unfinished = unfinished
         self._device = torch.device(runs.device)
         self._inputs_are_quantized = runs.inputs == "quantized"
-        refuse(session.weighed, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
+        weighed_modules = session.observation.weighed_modules
+        refuse(weighed_modules, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
         blocks_name, blocks = find_blocks(source.model)
         self._files = QuantizedFiles(source, session, runs.progress)
         for target in session.plan.targets:
@@ -178,7 +179,10 @@ class _LayerwiseRun:
         self._step = 0
         #: by name of a tensor that was written, its file
         self._file_of_tensor: dict[str, str] = {}
-        self.result = result_of(session, batches=len(batches) if session.needs_data else 0)
+        self.result = result_of(session.observation)
+        self.result.batches = len(batches) if session.needs_data else 0
+        #: of the blocks that an earlier run finished
+        self._earlier_measurements = 0
 
     def go_on_after(self, step: int) -> None:
         """Take over the first ``step`` blocks from an earlier run. Called on all ranks, before :meth:`run`."""
@@ -189,6 +193,7 @@ class _LayerwiseRun:
         self._files.tally.done = state["size"]
         for name, value in state["result"].items():
             setattr(self.result, name, value)
+        self._earlier_measurements = self.result.measurements
 
     def run(self, stack: ExitStack) -> None:
         """Finish every unfinished block, then the modules outside of blocks.
@@ -200,8 +205,7 @@ class _LayerwiseRun:
         if session.needs_data:
             stack.callback(session.detach)
             session.attach(count_calls=False)
-            session.batches = len(self._runner.batches)
-            session.measurements = self.result.measurements
+            session.count_batches(len(self._runner.batches))
             self._runner.attach(stack)
             self._source.make_buffers(self._device)
             for name in self._parts[-1]:
@@ -256,7 +260,7 @@ class _LayerwiseRun:
         session = self._session
         last = len(self._runner.blocks)
         module_names = set(self._parts[last])
-        if any(name in module_names for name, _ in session.fed):
+        if any(name in module_names for name, _ in session.data_observers):
             with on_all_ranks(session.collectives):
                 self._runner.run(last)
         with calibrated(session, module_names, _after_each_weight) as part_result:
@@ -266,7 +270,8 @@ class _LayerwiseRun:
 
     def _add(self, part_result: CalibrationResult | None) -> None:
         """Add the result of a part to the result of the run."""
-        self.result.measurements = self._session.measurements
+        measurements = self._session.observation.calls.measurements
+        self.result.measurements = self._earlier_measurements + measurements
         if part_result is None:
             return
         for name in _ADDED:

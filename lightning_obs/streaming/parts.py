@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import replace
 
-from torch import nn
-
+from lightning_obs.calibration.finalize import finalize, warn_of_borrowed_ranges
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.model.module_qparams import clear_qparams
@@ -30,22 +27,16 @@ def calibrated(
     Yields:
         The result of the part; None if the plan has no module in it.
     """
-    part, plan, kept = copy(session), session.plan, set(module_names)
-    part.plan = replace(
-        plan,
-        targets=[target for target in plan.targets if target.name in kept],
-        fused=[group for group in plan.fused if group[0] in kept],
-    )
-    part.observers = {key: observer for key, observer in session.observers.items() if key[0] in kept}
-    part.fed = {key: observer for key, observer in session.fed.items() if key[0] in kept}
-    part.experts = copy(session.experts)
-    part.experts.tokens = {name: counts for name, counts in session.experts.tokens.items() if name in kept}
-    part.model = nn.ModuleList(target.module for target in part.plan.targets)
-    part.progress = on_weight
+    part = session.observation.of(set(module_names), on_weight)
     try:
-        yield part.finalize() if part.plan.targets else None
+        if part.plan.targets:
+            result = finalize(part)
+            warn_of_borrowed_ranges(result)
+            yield result
+        else:
+            yield None
     finally:
         for module in part.model.modules():
             clear_qparams(module)
-        for observer in (part.observers | part.fed).values():
+        for observer in (part.observers | part.data_observers).values():
             observer.reset()

@@ -245,9 +245,9 @@ def test_what_waits_for_other_experts_is_forgotten_with_the_hooks():
     session.attach()
     with pytest.raises(RuntimeError, match="the user's own"), torch.no_grad():
         model(input_ids=token_batches(1)[0].to(DEVICE), use_cache=False)
-    assert session.experts._waiting
+    assert session.observation.experts._waiting
     session.detach()
-    assert not session.experts._waiting
+    assert not session.observation.experts._waiting
 
 
 def by_hooks(model):

@@ -67,9 +67,9 @@ def test_layer_errors_are_the_cpus():
 def test_layer_errors_without_data_are_the_cpus():
     options = {"observers": {"input": "histogram"}}
     sessions = calibrated(**options), calibrated(DEVICE, **options)
-    expected = known_layer_errors(sessions[0].model, sessions[0].input_counts)
+    expected = known_layer_errors(sessions[0].model, sessions[0].observation.input_counts)
     with counting() as counts:
-        found = known_layer_errors(sessions[1].model, sessions[1].input_counts)
+        found = known_layer_errors(sessions[1].model, sessions[1].observation.input_counts)
     assert {error.name: error.sqnr for error in found} == pytest.approx(
         {error.name: error.sqnr for error in expected}, rel=1e-5
     )
@@ -208,13 +208,13 @@ def test_a_token_mask_is_read_before_lightning_moves_the_batch(sized):
 def test_batches_on_the_host_are_let_go_when_a_validation_fails():
     class Failing(Callback):
         def on_validation_batch_start(self, *_):
-            assert callback._fetched.keys() == {(0, 0)}
+            assert callback.batches._on_host.keys() == {(0, 0)}
             raise RuntimeError("the user's own")
 
     callback = CalibrationCallback("INT8_STATIC", token_mask="mask", show=False)
     with pytest.raises(RuntimeError, match="the user's own"):
         trainer(Failing(), callback, **on_trainer_device()).validate(Padded(), padded(2), verbose=False)
-    assert not callback._fetched
+    assert not callback.batches._on_host
 
 
 def fit(callback, **options):
@@ -280,7 +280,7 @@ def test_weighed_tokens_have_the_cpus_sums_and_a_batch_is_read_by_the_model_alon
         with session, torch.no_grad(), counting() as counts:
             for ids in token_batches():
                 model(input_ids=ids.to(device), use_cache=False)
-            found[device] = {key: observer.input_hessian for key, observer in session.fed.items()}
+            found[device] = {key: observer.input_hessian for key, observer in session.data_observers.items()}
             reads = counts.reads.total()
     for key, expected in found[torch.device("cpu")].items():
         sums = on_cpu(found[DEVICE][key])

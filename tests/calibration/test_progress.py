@@ -18,7 +18,7 @@ from tests.support.rank_processes import run_ranks
 
 def searched(model, collectives=None, **given):
     session, told = CalibrationSession(model, given.pop("scheme"), collectives=collectives, **given), []
-    session.progress = lambda *one: told.append(one)
+    session.show_progress(lambda *one: told.append(one))
     with session, torch.no_grad():
         if session.needs_data:
             model(torch.randn(4, 32))
@@ -56,9 +56,10 @@ def test_a_rank_tells_of_its_own_share_and_says_so(case):
 
 def test_copies_of_a_session_tell_nobody():
     session = CalibrationSession(nn.Linear(4, 4), "W8A8")
-    with bytes_done("searching", at_once=False) as session.progress:
-        assert copy.deepcopy(session).progress is None
-        assert pickle.loads(pickle.dumps(session)).progress is None
+    with bytes_done("searching", at_once=False) as progress:
+        session.show_progress(progress)
+        assert copy.deepcopy(session).observation.progress is None
+        assert pickle.loads(pickle.dumps(session)).observation.progress is None
 
 
 def test_a_bar_that_waits_prints_nothing_before_it_is_told_of_anything(capsys):

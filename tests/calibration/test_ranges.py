@@ -98,10 +98,10 @@ def test_an_observation_that_was_resumed_knows_what_it_saw_before(name):
     calibration.attach()
     for batch in x[:4]:
         calibration.model(batch)
-    state = copy.deepcopy(dump_observation(calibration.fed, calibration.collectives))
+    state = copy.deepcopy(dump_observation(calibration.data_observers, calibration.collectives))
     calibration.detach()
     resumed.attach()
-    assert load_observation(resumed.fed, state, resumed.collectives)
+    assert load_observation(resumed.data_observers, state, resumed.collectives)
     for batch in x[4:]:
         resumed.model(batch)
     result = resumed.finalize()

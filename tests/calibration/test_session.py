@@ -151,7 +151,7 @@ def test_the_caller_can_count_the_batches(mlp):
     session.attach(count_calls=False)
     mlp(torch.randn(4, 16))
     assert session.batches == 0
-    session.batches += 7
+    session.count_batches(7)
     assert session.finalize().batches == 7
 
 

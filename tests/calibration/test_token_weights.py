@@ -18,9 +18,10 @@ from lightning_obs import (
     linearize_experts,
     quantized,
 )
-from lightning_obs.calibration.hooks import GRADIENTS, HESSIAN
+from lightning_obs.calibration.observation import GRADIENTS, HESSIAN
 from lightning_obs.forward.probe import fisher_probe, random_signs
 from lightning_obs.numerics.rounding import round_by_hessian
+from lightning_obs.observers.statistic import input_statistics
 from tests.callbacks.calibration_modules import trainer
 from tests.streaming.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.support.moe_models import tiny_moe
@@ -120,7 +121,7 @@ def test_the_statistics_do_not_depend_on_the_batches(name):
     observers = {"weight": {"name": name, "weigh_tokens": True}}
     together = observed(Reader(), [{"x": inputs()}], observers).observers["inner", "weight"]
     apart = observed(Reader(), [{"x": x} for x in inputs().split(2)], observers).observers["inner", "weight"]
-    statistic = together.input_statistics[0]
+    statistic = input_statistics(together)[0]
     expected = getattr(together, statistic)
     torch.testing.assert_close(getattr(apart, statistic), expected, rtol=0, atol=1e-6 * float(expected.max()))
 
@@ -183,7 +184,7 @@ def test_modules_that_are_fused_share_the_hessian_and_the_rounding_weighs_tokens
     with session, torch.no_grad():
         for batch in batches:
             model(**batch)
-        q, k = (session.fed[f"model.layers.0.self_attn.{x}_proj", HESSIAN] for x in "qk")
+        q, k = (session.data_observers[f"model.layers.0.self_attn.{x}_proj", HESSIAN] for x in "qk")
         assert q.weigh_tokens
         assert q.input_hessian is k.input_hessian
     assert {name: p.requires_grad for name, p in model.named_parameters()} == before
@@ -246,7 +247,10 @@ def test_a_rounding_knows_which_outputs_go_together(monkeypatch):
     session = CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq", ignore=["head"])
     with session, torch.no_grad():
         model(x)
-        moments = session.fed["inner", "weight"].input_hessian, session.fed["inner", GRADIENTS].input_hessian
+        moments = (
+            session.data_observers["inner", "weight"].input_hessian,
+            session.data_observers["inner", GRADIENTS].input_hessian,
+        )
     hidden = model.inner(x)
     logits = model.head(hidden.tanh())
     (gradient,) = torch.autograd.grad(logits, hidden, probe_of(logits))
@@ -267,16 +271,16 @@ def test_an_input_may_be_given_by_name():
     found = []
     for model in (Reader(half=False), ByName()):
         session = observed(model, [{"x": inputs()}], rounding="gptq", ignore=["head"])
-        found.append(session.fed["inner", GRADIENTS].input_hessian)
+        found.append(session.data_observers["inner", GRADIENTS].input_hessian)
     torch.testing.assert_close(*found)
 
 
 def test_a_rounding_knows_outputs_of_weighed_tokens_and_of_no_vocabulary(monkeypatch):
     def gathered(observers):
         session = CalibrationSession(Reader(), {"weights": {"num_bits": 8}}, observers=observers, rounding="gptq")
-        return [name for name, kind in session.fed if kind == GRADIENTS]
+        return [name for name, kind in session.data_observers if kind == GRADIENTS]
 
-    monkeypatch.setattr("lightning_obs.calibration.session.MOST_OUTPUTS", 5)
+    monkeypatch.setattr("lightning_obs.calibration.observation._MOST_OUTPUTS", 5)
     assert gathered(WEIGHED) == ["head"]
     assert gathered({"weight": "hessian"}) == []
 
@@ -289,7 +293,7 @@ def on_ranks(rank, ranks):
     session = CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq", collectives=own)
     with session, torch.no_grad():
         model(inputs()[rank::ranks])
-        outputs = session.fed["inner", GRADIENTS]
+        outputs = session.data_observers["inner", GRADIENTS]
     return session.qparams | {"outputs": outputs.input_hessian}
 
 
@@ -298,7 +302,7 @@ def test_two_ranks_end_with_the_scales_of_one():
     with CalibrationSession(model, INT4, observers=WEIGHED, rounding="gptq") as session, torch.no_grad():
         model(inputs())
     first, second = run_ranks(on_ranks, 2, 2)
-    expected = session.qparams | {"outputs": session.fed["inner", GRADIENTS].input_hessian}
+    expected = session.qparams | {"outputs": session.data_observers["inner", GRADIENTS].input_hessian}
     for name, value in expected.items():
         assert torch.equal(first[name], second[name])
         if "rounded" in name:
@@ -320,7 +324,10 @@ def test_a_model_without_logits_is_refused():
 def test_a_call_of_a_part_of_the_model_is_refused():
     model = Reader()
     session = CalibrationSession(model, INT4, observers=WEIGHED)
-    with pytest.raises(CalibrationError, match=r"weigh_tokens: a gradient is known for no token.*inner"), session:
+    with (
+        pytest.raises(CalibrationError, match=r"no gradient for this call of the module.*inner"),
+        session,
+    ):
         model.inner(inputs())
 
 

@@ -84,7 +84,7 @@ def trace(weigh):
     model.inner.bias.requires_grad_(False)
     with CalibrationSession(model, INT4, observers=observers(weigh)) as session:
         outputs = [model(x)["logits"].detach() for x in inputs().split(2)]
-    assert weigh == bool(session.weighed)
+    assert weigh == bool(session.observation.weighed_modules)
     gradients = [parameter.grad for parameter in model.parameters()]
     flags = [parameter.requires_grad for parameter in model.parameters()]
     generators = [torch.get_rng_state(), model.generator.get_state()]

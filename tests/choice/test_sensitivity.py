@@ -13,6 +13,7 @@ from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import fake_quantize_with
 from lightning_obs.numerics.moments import channel_products
+from lightning_obs.observers.statistic import input_statistics
 from tests.support.moe_models import tiny_moe
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
@@ -286,8 +287,8 @@ def test_a_hessian_is_gathered_and_kept_once_for_all_candidates(classifier, monk
         return channel_products(value, width)
 
     def looking(session):
-        for (name, _), observer in session.fed.items():
-            for statistic in observer.input_statistics:
+        for (name, _), observer in session.data_observers.items():
+            for statistic in input_statistics(observer):
                 tensor = getattr(observer, statistic)
                 if tensor.numel() > 1:
                     kept.setdefault((name, tensor.shape), set()).add(tensor.data_ptr())

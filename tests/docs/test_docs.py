@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession
 from lightning_obs.numerics import flatten_for_calibration
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_shared
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.in_process import run_command_line
 from tests.support.markdown import blocks, commands, page
@@ -99,8 +100,8 @@ def test_the_declared_observer_finds_on_ranks_what_it_finds_on_one(defined):
 def test_the_declared_observer_shares_its_measurement_and_keeps_its_own_statistics(defined):
     measured, x = {}, torch.randn(3, 8)
     first, second = make("laplace", k=1.0), make("laplace", k=1.0)
-    first.observe_shared(x, measured)
-    second.observe_shared(x, measured)
+    observe_shared(first, x, measured)
+    observe_shared(second, x, measured)
     assert len(measured) == 1
     torch.testing.assert_close(first.get_min_max()[1], second.get_min_max()[1])
     first.number = first.number + first.number  # as a sum over two ranks does

@@ -76,7 +76,7 @@ def test_an_observation_that_was_stopped_goes_on_with_all_that_was_seen(mlp):
             if stops:
                 training.stop()
                 training.start()
-        found.append({key: observer.get_statistics() for key, observer in training.session.fed.items()})
+        found.append({key: observer.get_statistics() for key, observer in training.session.data_observers.items()})
         training.stop()
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
@@ -114,7 +114,7 @@ def test_what_a_validation_gathered_is_written_by_the_next_training_batch(traini
     training.begin_validation()
     training.session.attach(count_calls=False)
     training.session.model(100 * torch.randn(4, 16))
-    training.session.batches += 1
+    training.session.count_batches(1)
     training.gather()
     training.end_validation()
     assert training.phase is Phase.GATHERED

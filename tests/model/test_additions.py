@@ -3,17 +3,20 @@
 import copy
 import io
 import pickle
+import warnings
 from contextlib import contextmanager
 
+import peft
 import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
-from lightning_obs.forward.quantized_forward import INSIDE, quantize_training_forward
+from lightning_obs.forward.quantized_forward import is_inside_quantized, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch
 from lightning_obs.model.additions import keep_hook_out, set_attributes
+from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
 from tests.calibration.expert_blocks import INDEX, linear_block
@@ -186,7 +189,7 @@ def test_quantizing_a_copy_inside_a_session_leaves_the_session_alone():
         copied = copy.deepcopy(model)
         with quantized(copied):
             copied(100 * data)
-            assert INSIDE not in vars(model[0])
+            assert not is_inside_quantized(model[0])
             model(data)
     assert calibration.result.batches == 1
     torch.testing.assert_close(model[0].input_scale, data.abs().max().reshape(1) / 127.5)
@@ -270,6 +273,40 @@ def test_a_module_that_holds_its_session_is_copied_with_a_session_of_its_own():
     with copied.session:
         copied.net(10 * data)
     torch.testing.assert_close(copied.net[0].input_scale, 10 * holder.net[0].input_scale)
+
+
+@pytest.fixture
+def adapted():
+    """A calibrated model whose first layer has LoRA adapters, and inputs of it."""
+    torch.manual_seed(0)
+    config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
+    with warnings.catch_warnings(action="ignore"):  # of peft's imports
+        wrapper = peft.get_peft_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), config)
+    model, data = wrapper.get_base_model().eval(), torch.randn(4, 8)
+    with CalibrationSession(model, "INT8_STATIC"):
+        model(data)
+    return model, data
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way not in ("copy", "AveragedModel")])
+def test_a_copy_of_a_base_layer_is_made_without_its_adapters(way, adapted):
+    base_layer = adapted[0][0].base_layer
+    copied = WAYS[way](base_layer)
+    assert not any(isinstance(value, nn.Module) for value in vars(copied).values())
+    assert b"lora" not in pickle.dumps(base_layer)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "copy"])
+def test_a_copy_of_a_model_with_adapters_runs_quantized_with_its_own(way, adapted):
+    model, data = adapted
+    copied = WAYS[way](model)
+    with torch.no_grad(), quantized(model), quantized(copied):
+        expected = model(data)
+        assert torch.equal(copied(data), expected)
+    with torch.no_grad():
+        copied[0].lora_A["default"].weight.add_(1)
+    assert changed_since(copied) == ["0.base_layer.weight", "0.lora_A.default.weight"]
+    assert changed_since(model) == []
 
 
 def test_hooks_of_others_are_copied_and_can_be_removed_afterwards():

@@ -13,6 +13,7 @@ from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.observers.counting import HistogramObserver
+from lightning_obs.observers.shared_measurements import observe_shared
 from tests.observers.histograms import HEADS, WAYS, every_format, every_way, make, same
 
 # ---------------------------------------------------------------------- exact in any partition
@@ -64,12 +65,12 @@ def test_observers_that_see_the_same_tensors_keep_one_histogram_until_one_sees_a
     first, second = make("histogram"), make("histogram")
     for _ in range(2):
         x, measured = torch.randn(3, 8), {}
-        first.observe_shared(x, measured)
-        second.observe_shared(x, measured)
+        observe_shared(first, x, measured)
+        observe_shared(second, x, measured)
         assert len(measured) == 1
     assert first.counts is second.counts
     assert int(first.counts.sum()) == 48
-    first.observe_shared(torch.randn(3, 8), {})
+    observe_shared(first, torch.randn(3, 8), {})
     assert int(first.counts.sum()) == 72
     assert int(second.counts.sum()) == 48
 
@@ -78,8 +79,8 @@ def test_observers_that_have_seen_other_tensors_before_keep_their_own_histograms
     first, second, measured = make("histogram"), make("histogram"), {}
     first(torch.randn(3, 8))
     x = torch.randn(3, 8)
-    first.observe_shared(x, measured)
-    second.observe_shared(x, measured)
+    observe_shared(first, x, measured)
+    observe_shared(second, x, measured)
     assert int(first.counts.sum()) == 48
     assert int(second.counts.sum()) == 24
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer, StaticMinMaxObserver
+from lightning_obs.observers.segments import observe_segments, takes_segments
 
 INT8 = QuantizationArgs(num_bits=8)
 
@@ -136,7 +137,7 @@ def test_segments_are_observed_as_tensors_one_after_the_other(name, args, dtype)
         parts = torch.randn(8, 4, dtype=dtype).split(lengths)
         for observer, number in zip(apart, numbers, strict=True):
             observer(parts[number])
-        Observer.observe_segments(together, torch.cat(parts), lengths, numbers)
+        observe_segments(together, torch.cat(parts), lengths, numbers)
     for one, other in zip(apart, together, strict=True):
         assert one.get_statistics().keys() == other.get_statistics().keys()
         assert all(torch.equal(*ends) for ends in zip(one.get_min_max(), other.get_min_max(), strict=True))
@@ -153,6 +154,6 @@ def test_an_observer_that_measures_in_another_way_takes_no_segments():
             self.min_vals, self.max_vals = observed.amin((0, -1)), observed.amax((0, -1))
 
     args = QuantizationArgs()
-    assert StaticMinMaxObserver("input", args).takes_segments
-    assert not any(cls("input", args).takes_segments for cls in (Half, ByGuide))
-    assert not Observer.load_from_registry("mse", base_name="input", args=args).takes_segments
+    assert takes_segments(StaticMinMaxObserver("input", args))
+    assert not any(takes_segments(cls("input", args)) for cls in (Half, ByGuide))
+    assert not takes_segments(Observer.load_from_registry("mse", base_name="input", args=args))

@@ -12,6 +12,7 @@ from lightning_obs.numerics.qparams import flatten_for_calibration, observed_ran
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
+from lightning_obs.observers.shared_measurements import observe_shared
 
 INT8 = QuantizationArgs(num_bits=8)
 INT4 = QuantizationArgs(num_bits=4, strategy="channel")
@@ -219,7 +220,7 @@ def test_q_k_and_v_share_one_search():
     x = torch.randn(2, 4, 32)
     group = [make("mse", "input") for _ in range(3)]
     for observer in group:
-        observer.observe_shared(x, measured)
+        observe_shared(observer, x, measured)
     assert len(measured) == 1
     assert all(torch.equal(observer.min_vals, make("mse", "input")(x).min_vals) for observer in group)
 
@@ -238,8 +239,8 @@ def test_q_k_and_v_share_one_search():
 def test_a_search_is_not_shared_where_it_would_find_another_range(other):
     measured = {}
     x = torch.randn(2, 4, 32)
-    make("mse", "input").observe_shared(x, measured)
-    other().observe_shared(x, measured)
+    observe_shared(make("mse", "input"), x, measured)
+    observe_shared(other(), x, measured)
     assert len(measured) == 2
 
 

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs import CalibrationSession, Observer, export_checkpoint, quantized
-from lightning_obs.observers import Statistic
+from lightning_obs.observers import Statistic, require_statistics
 from lightning_obs.ranks.collectives import Collectives
 from tests.support.rank_processes import run_ranks
 
@@ -35,7 +35,7 @@ class PowerMeanObserver(Observer):
         return torch.full_like(powers, observed.shape[0] * observed.shape[-1]), powers, observed.abs().amax((0, -1))
 
     def get_min_max(self):
-        self._require_statistics()
+        require_statistics(self)
         mean = (self.powers / self.number).pow(1 / self.power)
         reach = torch.minimum((self.k * mean).to(self.largest.dtype), self.largest)
         return -reach, reach

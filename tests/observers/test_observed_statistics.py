@@ -8,6 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.observers.shared_measurements import observe_shared
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
 from tests.observers.contract import BUILT_IN, INT8, MEMORYLESS, Largest, make
@@ -95,8 +96,8 @@ def test_one_measurement_serves_observers_of_one_kind(name):
     measured = {}
     x = torch.randn(3, 8)
     first, second = make(name), make(name)
-    first.observe_shared(x, measured)
-    second.observe_shared(x, measured)
+    observe_shared(first, x, measured)
+    observe_shared(second, x, measured)
     assert len(measured) == 1
     assert first.get_min_max() == second.get_min_max() == (x.min(), x.max())
 
@@ -113,8 +114,8 @@ def test_one_measurement_serves_observers_of_one_kind(name):
 def test_a_measurement_is_not_shared_by_observers_of_different_kinds(other):
     measured = {}
     x = torch.randn(1, 2, 3, 8)
-    make("static_minmax").observe_shared(x, measured)
-    other.observe_shared(x, measured)
+    observe_shared(make("static_minmax"), x, measured)
+    observe_shared(other, x, measured)
     assert len(measured) == 2
 
 
@@ -127,9 +128,9 @@ def test_a_subclass_that_observes_differently_does_not_take_its_parent_s_measure
 
     measured = {}
     x = torch.tensor([[-5.0, 5.0]])
-    make("static_minmax").observe_shared(x, measured)
+    observe_shared(make("static_minmax"), x, measured)
     child = type("Clipped", (parent,), {method: clipped})("input", INT8)
-    child.observe_shared(x, measured)
+    observe_shared(child, x, measured)
     assert child.get_min_max() == (-1, 1)
 
 
@@ -163,7 +164,7 @@ def on_sync(rank):
         found[name] = [len(handles), *(end.item() for end in observer.get_min_max())]
     shared, measured = [make("histogram"), make("histogram")], {}
     for observer in shared:
-        observer.observe_shared(torch.ones(1, 8), measured)
+        observe_shared(observer, torch.ones(1, 8), measured)
     for observer in shared:
         for handle in observer.sync_activation_stats():
             handle.wait()

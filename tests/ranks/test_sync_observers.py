@@ -11,6 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from lightning_obs.observers import Observer
+from lightning_obs.observers.shared_measurements import observe_shared
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
 from tests.ranks.common import INT8, batches, counting, make, statistics
@@ -134,7 +135,7 @@ def on_shared_reads(rank):
     observers = {(name, "input"): make("static_minmax") for name in "qkv"}
     measured = {}
     for observer in observers.values():
-        observer.observe_shared(batches(2)[rank], measured)
+        observe_shared(observer, batches(2)[rank], measured)
     (low, high), _ = next(iter(measured.values()))
     before = low.clone(), high.clone()
     sync_statistics(observers, Collectives.of_group())

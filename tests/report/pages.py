@@ -56,4 +56,4 @@ def made_up(count, **changes):
         "options": CalibrationOptions("INT8_STATIC"),
         "can_run": lambda step: True,
     }
-    return Report(**{**options, **changes})
+    return Report.of(**{**options, **changes})

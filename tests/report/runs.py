@@ -26,4 +26,4 @@ def run(scheme="INT8_STATIC", errors=None, **parts):
         "metrics": {"perplexity": (14.80, 33.01)},
         "can_run": lambda step: True,
     }
-    return Report("a run", errors=errors, **{**known, **parts})
+    return Report.of("a run", errors=errors, **{**known, **parts})

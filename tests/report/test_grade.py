@@ -47,7 +47,7 @@ SAME = Moved(0.01, 0.95, 9)
     ],
 )
 def test_a_run_is_as_good_as_its_worst_sign(parts, expected):
-    assert judge(Report("a run", **parts)).grade == expected
+    assert judge(Report.of("a run", **parts)).grade == expected
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_run_is_as_good_as_its_worst_sign(parts, expected):
 )
 def test_the_order_in_which_metrics_are_logged_changes_nothing(values, expected):
     backwards = dict(reversed(values.items()))
-    first, second = (Report("a run", metrics=logged) for logged in (values, backwards))
+    first, second = (Report.of("a run", metrics=logged) for logged in (values, backwards))
     assert judge(first) == judge(second)
     assert judge(first).grade == expected
     assert first.row == second.row
@@ -70,8 +70,8 @@ def test_the_order_in_which_metrics_are_logged_changes_nothing(values, expected)
 
 @pytest.mark.parametrize("growth", [0.01, 0.04, 0.06, 0.2, 0.29, 0.31, 1.0, -0.5])
 def test_a_loss_and_its_perplexity_have_one_grade(growth):
-    loss = judge(Report("a run", metrics={"val_loss": (3.0, 3.0 + growth)}, moved=SAME))
-    perplexity = judge(Report("a run", metrics={"val_ppl": (math.exp(3.0), math.exp(3.0 + growth))}, moved=SAME))
+    loss = judge(Report.of("a run", metrics={"val_loss": (3.0, 3.0 + growth)}, moved=SAME))
+    perplexity = judge(Report.of("a run", metrics={"val_ppl": (math.exp(3.0), math.exp(3.0 + growth))}, moved=SAME))
     assert loss.grade == perplexity.grade
 
 
@@ -86,19 +86,19 @@ def test_a_loss_and_its_perplexity_have_one_grade(growth):
     ],
 )
 def test_a_loss_that_is_negative_or_zero_is_judged_by_its_difference(before, after, expected):
-    assert judge(Report("a run", metrics={"val_loss": (before, after)})).grade == expected
+    assert judge(Report.of("a run", metrics={"val_loss": (before, after)})).grade == expected
 
 
 @pytest.mark.parametrize(("before", "after"), [(1000.0, 1010.0), (1e-4, 1e-2)])
 def test_a_loss_that_may_be_a_squared_error_is_not_graded_where_that_would_turn_the_verdict(before, after):
-    report = Report("a run", metrics={"val_loss": (before, after)})
+    report = Report.of("a run", metrics={"val_loss": (before, after)})
     assert judge(report).grade == "not graded"
     assert judge(report).headline == "Not graded: which values of val_loss are good is not known."
-    assert judge(Report("a run", metrics={"val_loss": (before, after)}, moved=SAME)).grade in ("good", "broken")
+    assert judge(Report.of("a run", metrics={"val_loss": (before, after)}, moved=SAME)).grade in ("good", "broken")
 
 
 def test_a_metric_of_unknown_direction_is_shown_without_better_or_worse():
-    (sign,) = judge(Report("a run", metrics={"power": (2.0, 3.0)})).signs
+    (sign,) = judge(Report.of("a run", metrics={"power": (2.0, 3.0)})).signs
     assert sign == ("power", "2.000 \N{RIGHTWARDS ARROW} 3.000 (changed by +50.0 %)", "not graded")
 
 
@@ -119,12 +119,12 @@ TRAINED = {"was_trained": True}
     ],
 )
 def test_after_training_the_predictions_count_and_so_does_the_calibrated_model(parts, expected):
-    assert judge(Report("a run", **parts, **TRAINED)).grade == expected
+    assert judge(Report.of("a run", **parts, **TRAINED)).grade == expected
 
 
 @pytest.mark.parametrize("after", [10.4, 99.0, math.nan])
 def test_a_model_that_training_made_worse_than_calibrated_is_said_to_be(after):
-    report = Report("a run", metrics={"perplexity": (10.0, after)}, calibrated={"perplexity": 10.2}, **TRAINED)
+    report = Report.of("a run", metrics={"perplexity": (10.0, after)}, calibrated={"perplexity": 10.2}, **TRAINED)
     judgement = judge(report)
     assert judgement.headline.endswith("; it is worse than calibrated, training has lost.")
     (since,) = [sign for sign in judgement.signs if sign.label == "perplexity since calibration"]

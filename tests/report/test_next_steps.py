@@ -158,7 +158,7 @@ def steps_after(callback, tmp_path, **parts):
     """The steps of a run that lost by every layer's weight and input."""
     names = callback.session.result.modules
     errors = [layer(name, 16.0, 18.0, 19.0) for name in names]
-    report = callback.facts(errors=errors, **({"metrics": {"perplexity": (10.0, 30.0)}} | parts))
+    report = callback.results.facts(errors=errors, **({"metrics": {"perplexity": (10.0, 30.0)}} | parts))
     return {step.name: step for step in judge(report, tmp_path).steps}
 
 
@@ -228,6 +228,6 @@ def test_a_direction_that_torchmetrics_knows_grades_a_metric_of_any_name(tmp_pat
             self.log("power", self.power)
 
     callback = validated(Measured(), CalibrationCallback("INT8_STATIC", evaluate=True))
-    report = callback.facts()
-    assert report.higher_is_better == {"power": False}
+    report = callback.results.facts()
+    assert report.quality.higher_is_better == {"power": False}
     assert judge(report).grade in ("good", "usable", "broken")

@@ -38,8 +38,8 @@ def test_the_same_numbers_are_in_json_and_csv(folder):
     assert [row["name"] for row in data["layers"]] == [e.name for e in report.errors] == [row["name"] for row in rows]
     first = data["layers"][0]
     assert first["sqnr"] == report.errors[0].sqnr == float(rows[0]["sqnr"])
-    assert first["sensitivity"] == report.sensitivity[first["name"]] == float(rows[0]["sensitivity"])
-    assert first["choice"] == rows[0]["choice"] == report.choices[first["name"]]
+    assert first["sensitivity"] == report.decisions.sensitivity[first["name"]] == float(rows[0]["sensitivity"])
+    assert first["choice"] == rows[0]["choice"] == report.decisions.choices[first["name"]]
     assert (first["chosen_low"], first["chosen_high"]) == (-3.5, 3.4)
     assert sum(first["histogram"]["counts"]) == 2003
     assert data["frontier"][1]["loss"] == 2.83
@@ -47,14 +47,14 @@ def test_the_same_numbers_are_in_json_and_csv(folder):
 
 
 def test_what_is_not_known_is_not_on_the_page(tmp_path):
-    text = write_report(tmp_path, Report("bare")).read_text()
+    text = write_report(tmp_path, Report.of("bare")).read_text()
     assert "<svg" not in text
     assert "<h2>" not in text
     assert not (tmp_path / "layers.csv").exists()
 
 
 def test_a_sensitivity_without_errors_has_a_row_too(tmp_path):
-    write_report(tmp_path, Report("plan", sensitivity={"fc": 0.5}, choices={"fc": "FP8", "head": "none"}))
+    write_report(tmp_path, Report.of("plan", sensitivity={"fc": 0.5}, choices={"fc": "FP8", "head": "none"}))
     layers = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert layers == [{"name": "fc", "sensitivity": 0.5, "choice": "FP8"}, {"name": "head", "choice": "none"}]
 
@@ -73,9 +73,12 @@ def test_a_point_that_lacks_something_is_refused_and_nothing_is_written(tmp_path
 def test_sensitivities_that_are_not_finite_leave_the_page_s_json_whole(tmp_path):
     report = made_up(6)
     first, second = (error.name for error in report.errors[:2])
-    report.sensitivity = {**report.sensitivity, first: float("nan"), second: float("inf")}
-    report.frontier = [*report.frontier, {"name": "lost", "bits_per_weight": 4.0, "loss": float("nan")}]
-    report.metrics = {"perplexity": (14.8, float("inf"))}
+    report.decisions.sensitivity = {**report.decisions.sensitivity, first: float("nan"), second: float("inf")}
+    report.decisions.frontier = [
+        *report.decisions.frontier,
+        {"name": "lost", "bits_per_weight": 4.0, "loss": float("nan")},
+    ]
+    report.quality.metrics = {"perplexity": (14.8, float("inf"))}
     report.extra = {"worst_sqnr": float("nan")}
 
     def refused(name):
@@ -159,7 +162,7 @@ def test_a_column_of_a_users_own_is_empty_where_its_number_is_not_known(own_colu
     errors = known_layer_errors(mlp, {})  # no data were run
     assert [error.input for error in errors] == [None]
     errors.append(LayerError("unseen", input=TensorError()))
-    write_report(tmp_path, Report("weights alone", errors=errors))
+    write_report(tmp_path, Report.of("weights alone", errors=errors))
     layers = json.loads((tmp_path / "report.json").read_text())["layers"]
     assert [layer["span"] for layer in layers] == [None, None]
 

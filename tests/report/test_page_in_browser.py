@@ -46,12 +46,14 @@ def search(browser, words):
 def test_a_browser_shows_sorts_searches_and_opens_at_every_width(folder, browser, width, dark):
     report = made_up(210)
     browser.open(folder / "report.html", width=width, dark=dark)
-    order = sorted(report.sensitivity, key=report.sensitivity.get)
+    order = sorted(report.decisions.sensitivity, key=report.decisions.sensitivity.get)
     assert browser.run("document.getElementById('count').textContent") == "210 of 210 layers"
     assert (len(browser.run(NAMES)), browser.run(NAMES)[0]) == (200, report.errors[0].name)
     assert (sort_by(browser, "sensitivity"), sort_by(browser, "sensitivity")) == (order[-1], order[0])
     assert browser.run("document.querySelector('[aria-sort]').getAttribute('aria-sort')") == "ascending"
-    assert sorted(search(browser, "Q_PROJ 3")) == sorted(n for n in report.sensitivity if "q_proj" in n and "3" in n)
+    assert sorted(search(browser, "Q_PROJ 3")) == sorted(
+        n for n in report.decisions.sensitivity if "q_proj" in n and "3" in n
+    )
     search(browser, "")
     browser.click("#more")
     assert len(browser.run(NAMES)) == 210
@@ -195,12 +197,12 @@ def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_who
     nothing = TensorError()
     names = ["encoder", "head", "extra.proj"]
     errors = [LayerError(name, nothing, nothing) for name in names]
-    report = Report("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
-    report.scores = [{"of": "input", "observer": "mse", "loss": float("nan"), "tensors": 2}]
-    report.frontier = [
+    report = Report.of("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
+    report.decisions.scores = [{"of": "input", "observer": "mse", "loss": float("nan"), "tensors": 2}]
+    report.decisions.frontier = [
         {"name": name, "bits_per_weight": 4, "loss": loss} for name, loss in (("a", float("nan")), ("b", 0))
     ]
-    report.curves = [{"step": 0, "val_loss": float("nan")}, {"step": 1, "val_loss": 1.0}]
+    report.quality.curves = [{"step": 0, "val_loss": float("nan")}, {"step": 1, "val_loss": 1.0}]
     report.runs = [{"run": "y", "metric": "m", "m": (1.0, float("nan"))}]
     browser.open(write_report(tmp_path, report), fragment="#layer=head")
     assert browser.run("document.querySelector('.grade').textContent") == "Broken"
@@ -276,7 +278,7 @@ def test_runs_of_almost_one_size_lie_together_above_the_line_of_full_precision(t
         {"run": name, "metric": "perplexity", "perplexity": (14.8, after), "size": size * 2**20}
         for name, (size, after) in sizes.items()
     ]
-    browser.open(write_report(tmp_path, Report("comparison", runs=runs)))
+    browser.open(write_report(tmp_path, Report.of("comparison", runs=runs)))
     places = browser.run(
         "[...document.querySelectorAll('figure circle')].map((one) => [one.cx, one.cy].map((v) => v.baseVal.value))"
     )
@@ -320,7 +322,7 @@ def test_runs_with_long_names_and_without_a_size_stay_in_the_comparison(tmp_path
         {"run": "scheme=int8_static " * 9, "metric": "perplexity", "perplexity": (14.8, 33.0), "size": 10**8},
         {"run": "scheme=fp8", "metric": "perplexity", "perplexity": (14.8, 15.2), "size": None},
     ]
-    browser.open(write_report(tmp_path, Report("comparison", runs=runs)), width=390)
+    browser.open(write_report(tmp_path, Report.of("comparison", runs=runs)), width=390)
     assert browser.run("[...document.querySelectorAll('figure circle')].map((one) => one.getAttribute('class'))") == [
         "mark",
         "ring",

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession, CalibrationWarning, export_checkpoint
-from lightning_obs.checkpoint.export import _warn_if_not_smaller
 from lightning_obs.schemes.left_in_float import shares_in_float
 from tests.support.offloaded import in_memory, on_cpu
 
@@ -98,15 +97,16 @@ def test_an_export_that_is_not_smaller_than_the_model_says_so(tmp_path):
 def test_tied_weights_count_once_where_they_are_offloaded(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "source")
+    LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path / "source")
+    scale_per_pair = {"weights": {"num_bits": 8, "strategy": "group", "group_size": 2}, "targets": ["Linear"]}
     said = []
     for load in (in_memory, on_cpu):
         model = load(tmp_path / "source", tmp_path)
-        with CalibrationSession(model, "W8A8"):
+        with CalibrationSession(model, {"group": scale_per_pair}, ignore=["lm_head"], reload="unchecked"):
             pass
-        with pytest.warns(CalibrationWarning, match="not smaller than the model") as given:
-            _warn_if_not_smaller(model, {"weight": torch.empty(1 << 20)})
-        said.append(str(given[0].message))
+        with pytest.warns(CalibrationWarning, match="not smaller than the model") as warnings:
+            export_checkpoint(model, tmp_path / load.__name__)
+        said += [str(w.message) for w in warnings if "not smaller" in str(w.message)]
     assert said[0] == said[1]
 
 

@@ -23,9 +23,6 @@ from lightning_obs import (
     sensitivity,
 )
 from lightning_obs.calibration.options import OptionKeywords
-from lightning_obs.callbacks.base import SessionCallback, SessionKeywords
-from lightning_obs.callbacks.observed_batches import BatchKeywords, ObservedBatches
-from lightning_obs.callbacks.quantized_fit import FitKeywords, QuantizedFit
 from tests.support.markdown import ROOT
 
 
@@ -70,19 +67,24 @@ def test_every_option_is_in_the_signature_with_its_type_and_default(taker):
             assert (told[name].annotation, told[name].default) == (option.annotation, option.default)
 
 
-@pytest.mark.parametrize(
-    ("keywords", "takers"),
-    [
-        (OptionKeywords, (CalibrationOptions,)),
-        (SessionKeywords, (CalibrationOptions, SessionCallback)),
-        (BatchKeywords, (CalibrationOptions, SessionCallback, ObservedBatches)),
-        (FitKeywords, (CalibrationOptions, SessionCallback, QuantizedFit)),
-    ],
-)
-def test_type_checkers_are_told_the_same(keywords, takers):
-    written = [inspect.signature(taker, eval_str=True).parameters.values() for taker in takers]
-    expected = {p.name: p.annotation for each in written for p in each if p.kind is p.KEYWORD_ONLY}
-    assert get_type_hints(keywords) == expected
+def test_type_checkers_are_told_the_same():
+    written = inspect.signature(CalibrationOptions, eval_str=True).parameters.values()
+    expected = {option.name: option.annotation for option in written if option.kind is option.KEYWORD_ONLY}
+    assert get_type_hints(OptionKeywords) == expected
+
+
+@pytest.mark.parametrize("callback", [CalibrationCallback, QuantizationAwareTraining])
+def test_the_docstring_of_a_callback_lists_all_its_arguments_with_types_and_defaults(callback):
+    text = inspect.getdoc(callback).split("\nArgs:\n")[1].split("\nRaises:\n")[0]
+    entries = dict(re.findall(r"^    (\w+) \(.+?\): (.+?)(?=^    \w|\Z)", text, flags=re.MULTILINE | re.DOTALL))
+    parameters = inspect.signature(callback).parameters
+    assert list(entries) == list(parameters)
+    for name, parameter in parameters.items():
+        default = " ".join(entries[name].split()).rpartition("Default: ")[2]
+        if isinstance(parameter.default, str):
+            assert default.startswith(f'``"{parameter.default}"``')
+        elif parameter.default is not parameter.empty:
+            assert default.startswith(str(parameter.default))
 
 
 @pytest.mark.slow

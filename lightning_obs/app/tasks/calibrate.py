@@ -25,11 +25,11 @@ from lightning_obs.app.next_steps import is_possible, step_command
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.token_mask import find_mask
-from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.possible_steps import can_choose_observers
-from lightning_obs.callbacks.quantization_aware_training import can_train
-from lightning_obs.callbacks.which_module import describe, find_module
+from lightning_obs.callbacks.session_callback import SessionCallback
+from lightning_obs.callbacks.trainable import can_train
+from lightning_obs.callbacks.which_module import describe
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.numerics.histogram import Support
@@ -92,7 +92,7 @@ class Calibrate(Job):
     def check_scheme(self) -> None:
         """Check the scheme against the model, and say which module is calibrated."""
         session = self.callback.prepare(self.trainer, self.module)  # it is used again: the model is the same
-        say(f"· {describe(self.module, find_module(self.module, self.config.module)[0], session)}")
+        say(f"· {describe(self.module, self.config.module, session)}")
 
     def choose(self) -> Mapping[str, Any]:
         """Choose the schemes or observers to calibrate; returns fields of the report."""
@@ -102,7 +102,8 @@ class Calibrate(Job):
         """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
         say(f"· calibrating {self.callback.label}")
         session = self.callback.prepare(self.trainer, self.module)
-        with bytes_done("searching the weights", at_once=False) as session.progress:
+        with bytes_done("searching the weights", at_once=False) as progress:
+            session.show_progress(progress)
             if session.needs_data:
                 self.trainer.validate(self.module, datamodule=self.data, verbose=False)
             else:
@@ -111,7 +112,7 @@ class Calibrate(Job):
                 self.to_device()
                 with session:
                     pass
-        session.progress = None
+        session.show_progress(None)
         assert self.callback.result is not None  # it raised otherwise
         return self.callback.result
 
@@ -187,7 +188,7 @@ class Calibrate(Job):
         known |= {"errors": self.errors, "counts": counts, "checkpoint": self.folder}
         known["sizes"] = None if self.folder is None else (model_bytes(self.model), folder_size(self.folder))
         title = f"{self.label} \N{MIDDLE DOT} {Path(str(config.model.get('path') or DEFAULT_MODEL)).name}"
-        report = self.callback.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
+        report = self.callback.results.facts(title=title, lines=[*self.lines, *self.closing_lines()], **known)
         self.found = report.row
         report.extra = {**self.row(), "config": plain(config)}
         judgement = judge(report, config.output_dir)
@@ -212,7 +213,7 @@ class Calibrate(Job):
             is_trainable = isinstance(self.module, LanguageModel) and isinstance(self.data, TextData)
             possible = is_trainable and type(self) is Calibrate and can_train(session, self.module)
         else:
-            possible = self.callback.can_run(proposed)
+            possible = self.callback.results.can_run(proposed)
         words = typed_words()
         if not possible or words is None:
             return possible

@@ -18,8 +18,9 @@ from lightning_obs.app.console import say
 from lightning_obs.app.job import Quality, make_trainer, plain, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.callbacks.base import SessionCallback
 from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
+from lightning_obs.callbacks.session_callback import SessionCallback
+from lightning_obs.callbacks.trainable import require_precision
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
 
@@ -41,8 +42,7 @@ class Finetune(Calibrate):
 
     @override
     def check_task(self) -> None:
-        assert isinstance(self.callback, QuantizationAwareTraining)
-        self.callback.require_precision(self.trainer)
+        require_precision(self.trainer)
         if not self.batches("train_batches"):
             got = self.config.data.get("train_batches")
             raise CalibrationError("data.train_batches", got=got, expected="one or more")

@@ -49,7 +49,7 @@ def test_a_fit_that_ends_inside_an_epoch_exports_what_it_trained(options, tmp_pa
 def test_scales_that_were_trained_are_exported_without_a_validation(tmp_path):
     callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
     module, _ = stopped(callback, Regression(lr=0.1), limit_val_batches=0)
-    trained = callback._training.learned.values()
+    trained = callback.quantized_fit.training.learned.values()
     assert trained
     for name, scale in trained.items():
         path, _, key = name.rpartition(".")

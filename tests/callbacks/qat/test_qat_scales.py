@@ -94,7 +94,7 @@ def test_the_optimizer_keeps_the_scales_alone():
     tr.fit(module, loader(), loader())
     (optimizer,) = tr.optimizers
     first, second = (group["params"] for group in optimizer.param_groups)
-    assert [id(p) for p in first] == [id(p) for p in callback._training.learned.parameters]
+    assert [id(p) for p in first] == [id(p) for p in callback.quantized_fit.training.learned.parameters]
     assert second == []
     assert optimizer.state.keys() == {*first}
 
@@ -123,7 +123,7 @@ def test_weights_are_observed_once_though_their_observer_wants_inputs():
     tr = trainer(callback, max_epochs=3)
     tr.fit(module, loader(), loader())  # nothing is quantized in the first two steps
     counted.append(callback.result.batches)
-    learned = callback._training.learned
+    learned = callback.quantized_fit.training.learned
     assert counted == [2]
     assert learned.has_changed
     assert torch.equal(module.net[0].weight_scale, learned.values()["net.0.weight_scale"])

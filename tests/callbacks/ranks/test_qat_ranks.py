@@ -127,7 +127,7 @@ def on_fit(rank, ranks, options, make=Trained):
     like_torchrun(rank, ranks)
     module, callback = make(), qat(**options)
     fit(callback, module, rank=rank, ranks=ranks)
-    learned = callback._training.learned
+    learned = callback.quantized_fit.training.learned
     scales = {} if learned is None else learned.state_dict()["log_factors"]
     return {
         "losses": module.losses, "gradients": module.gradients, "weights": module.state_dict(),
@@ -206,7 +206,7 @@ def on_overflow(rank):
     class Overflow(Callback):
         def on_train_batch_start(self, with_trainer, module, batch, batch_idx):
             if batch_idx == 1 and rank == 1:
-                factor = callback._training.learned.parameters[0]
+                factor = callback.quantized_fit.training.learned.parameters[0]
                 self.handle = factor.register_hook(lambda grad: grad * float("inf"))
 
         def on_train_batch_end(self, with_trainer, module, outputs, batch, batch_idx):
@@ -218,7 +218,7 @@ def on_overflow(rank):
     data = DataLoader(TensorDataset(X.float()[rank::2]), batch_size=2)
     options = {"plugins": [plugin], "max_epochs": 1, "limit_val_batches": 0}
     fit(callback, module, Overflow(), rank=rank, ranks=2, data=data, **options)
-    return steps, callback._training.learned.state_dict()["log_factors"]
+    return steps, callback.quantized_fit.training.learned.state_dict()["log_factors"]
 
 
 def test_a_step_that_overflows_on_one_rank_is_left_out_on_all():

@@ -1,0 +1,253 @@
+"""The record of one observation: the modules of a plan, their observers, and what the observers were given.
+
+A session makes the record and owns it. Hooks fill it, :func:`.finalize` reads it; both take the record, not the
+session. Nobody outside ``calibration/`` writes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from compressed_tensors.quantization import QuantizationArgs
+from torch import nn
+
+from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.observed_calls import ObservedCalls
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.engines import Verdict
+from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
+from lightning_obs.files.tensors import Progress
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.module_qparams import qparams_home
+from lightning_obs.model.offload import at_rest
+from lightning_obs.model.weight import matrix_shape
+from lightning_obs.model.wrappers import without_wrappers
+from lightning_obs.moe.experts import LinearExperts
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
+from lightning_obs.observers.counting import counted_values
+from lightning_obs.observers.statistic import observes_data
+from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
+from lightning_obs.schemes.config import make_observer
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+
+#: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
+#: the input's smallest and largest value, for the report
+RANGE = "input range"
+#: the Hessian of a module's inputs, by which its weight is rounded
+HESSIAN = "weight by its inputs"
+#: the products of the gradients at a module's outputs, by which the rows of its weight are rounded together
+GRADIENTS = "weight by the gradients at its outputs"
+
+#: the most outputs whose products are gathered: 1 GiB, where a vocabulary would take more than the model
+_MOST_OUTPUTS = 1 << 14
+
+
+@dataclass
+class Observation:
+    """The record of one observation.
+
+    Attributes:
+        model: the model whose calls are observed, without wrappers.
+        options: of the calibration.
+        plan: the modules that will be quantized.
+        engines: each engine's verdict on the checkpoint.
+        observers: the observers of the plan.
+        data_observers: the observers that data reach: those of the plan that need data, and helper observers.
+        experts: the model's experts.
+        inseparable: groups of names of modules that are quantized together or not at all.
+        collectives: how to talk to the other ranks.
+        calls: the calls of the model so far.
+        progress: called with each weight that this rank has searched.
+        is_fitting: whether an error would end a training; modules that no data reached are then left in float.
+        unreached: the observers that no data reached on any rank; None: the ranks were not reduced yet.
+        lacks_data: whether the last :func:`.finalize` failed because data were missing, on all ranks alike.
+        skipped: names of modules that were left in full precision, because no data reached them.
+    """
+
+    model: nn.Module
+    options: CalibrationOptions
+    plan: Plan
+    engines: Mapping[str, Verdict]
+    observers: dict[Key, Observer]
+    data_observers: dict[Key, Observer]
+    experts: ExpertWatch
+    inseparable: list[list[str]]
+    collectives: Collectives = field(default_factory=Collectives)
+    calls: ObservedCalls = field(default_factory=ObservedCalls)
+    progress: Progress | None = None
+    is_fitting: bool = False
+    unreached: list[Key] | None = None
+    lacks_data: bool = False
+    skipped: set[str] = field(default_factory=set)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy reports no progress: the callback may hold a terminal."""
+        return {**vars(self), "progress": None}
+
+    @classmethod
+    def of_model(
+        cls, model: nn.Module, options: CalibrationOptions, collectives: Collectives | None = None
+    ) -> Observation:
+        """The record of an observation that begins: a plan of the model, and observers without statistics.
+
+        Raises:
+            CalibrationError: the options do not fit the model, or an engine refuses the checkpoint.
+        """
+        with without_wrappers(model), at_rest():
+            plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
+            checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
+            engines = ask_engines(checkpoint, options.engine, [engine_of(name) for name in options.engines])
+            experts = ExpertWatch(model, options.calibrate_all_experts)
+            layers = _layers_of_experts(model, experts, plan)
+        observers = _make_observers(plan)
+        helpers = _make_helpers(plan, observers)
+        data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)} | helpers
+        _check_inputs(plan, observers, helpers)
+        _fuse(plan, observers, options.join_fused_scales)
+        inseparable = [*plan.fused, *layers]
+        collectives = collectives or Collectives()
+        return cls(model, options, plan, engines, observers, data_observers, experts, inseparable, collectives)
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether the model has to be run: for static activations, or for weights that need inputs."""
+        return bool(self.data_observers)
+
+    @property
+    def weighed_modules(self) -> list[str]:
+        """Names of the modules whose weight is chosen by tokens that count by their gradients (``weigh_tokens``)."""
+        names = []
+        for (name, _), observer in self.data_observers.items():
+            if getattr(observer, "weigh_tokens", False):
+                names.append(name)
+        return names
+
+    @property
+    def input_counts(self) -> dict[str, Support]:
+        """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
+        counts_of_modules = {}
+        for (name, base), observer in self.observers.items():
+            counts = counted_values(observer) if base == "input" else None
+            if counts is not None:
+                counts_of_modules[name] = counts
+        return counts_of_modules
+
+    def forget(self) -> None:
+        """Forget all statistics and counts."""
+        self.calls.batches = 0
+        self.calls.measurements = 0
+        for observer in (self.observers | self.data_observers).values():
+            observer.reset()
+
+    def of(self, module_names: Collection[str], progress: Progress | None = None) -> Observation:
+        """The record of some modules: a part of the model, to be finalized by itself.
+
+        It shares observers with this record, and nothing that :func:`.finalize` replaces. Its model is a list of the
+        modules.
+
+        Args:
+            module_names: all modules of the part; a fused set is in it whole. Unplanned modules are left out.
+            progress: called with each weight of the part that this rank has searched.
+        """
+        targets = [target for target in self.plan.targets if target.name in module_names]
+        fused = [group for group in self.plan.fused if group[0] in module_names]
+        expert_tokens = {name: counts for name, counts in self.calls.expert_tokens.items() if name in module_names}
+        return replace(
+            self,
+            model=nn.ModuleList(target.module for target in targets),
+            plan=replace(self.plan, targets=targets, fused=fused),
+            observers=_of_modules(self.observers, module_names),
+            data_observers=_of_modules(self.data_observers, module_names),
+            calls=replace(self.calls, expert_tokens=expert_tokens),
+            progress=progress,
+        )
+
+
+def fused_sets_by_module(plan: Plan) -> dict[str, tuple[str, ...]]:
+    """The names of the modules of its fused set, by the name of each module in one."""
+    fused_sets: dict[str, tuple[str, ...]] = {}
+    for group in plan.fused:
+        fused_sets |= dict.fromkeys(group, tuple(group))
+    return fused_sets
+
+
+def _of_modules(observers: Mapping[Key, Observer], module_names: Collection[str]) -> dict[Key, Observer]:
+    return {key: observer for key, observer in observers.items() if key[0] in module_names}
+
+
+# ---------------------------------------------------------------------- observers of a plan
+
+
+def _make_observers(plan: Plan) -> dict[Key, Observer]:
+    """An observer for each tensor that is not quantized dynamically."""
+    observers: dict[Key, Observer] = {}
+    for target in plan.targets:
+        home = qparams_home(target.module)
+        for base_name, args in target.args.items():
+            if args.dynamic is not True:
+                observer = make_observer(base_name, args)
+                observer.qparams_dtype = None if home is None else home.dtype
+                observers[target.name, base_name] = observer
+    return observers
+
+
+def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Observer]:
+    """Helper observers, of :data:`RANGE`, :data:`HESSIAN` and :data:`GRADIENTS`."""
+    helpers: dict[Key, Observer] = {}
+    for target in plan.targets:
+        for base_name in target.args:
+            observer = observers.get((target.name, base_name))
+            if observer is None:
+                continue
+            if base_name == "input" and not observer.keeps_extremes:
+                helpers[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
+            elif observer.rounding is not None:
+                helpers |= _rounding_helpers(target, observer)
+    return helpers
+
+
+def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Observer]:
+    """The helpers that gather what the rounding of a weight needs, and its ``observer`` does not gather."""
+    helpers: dict[Key, Observer] = {}
+    weighs_tokens = getattr(observer, "weigh_tokens", False)
+    if not isinstance(observer, HessianObserver):
+        helpers[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs_tokens)
+    shape = matrix_shape(target.module)
+    outputs = 0 if shape is None else shape[0]
+    if weighs_tokens and outputs <= _MOST_OUTPUTS:
+        helpers[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
+    return helpers
+
+
+def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
+    """Refuse weights whose inputs their observers, or the Hessians for their rounding, cannot take."""
+    input_observers = dict(observers)
+    for (name, base), helper in helpers.items():
+        if base == HESSIAN:
+            input_observers[name, "weight"] = helper
+    check_inputs_fit(plan.targets, input_observers)
+
+
+def _fuse(plan: Plan, observers: Mapping[Key, Observer], join_ranges: bool) -> None:
+    """Let the observers of each fused set share their global scale."""
+    for group in plan.fused:
+        for base_name in ("weight", "input"):
+            fused = [observers[name, base_name] for name in group if (name, base_name) in observers]
+            Observer.fuse(fused, join_ranges)
+
+
+def _layers_of_experts(model: nn.Module, experts: ExpertWatch, plan: Plan) -> list[list[str]]:
+    """The planned modules of each layer's experts, where engines run all of them quantized or none.
+
+    vLLM does so, and transformers loads them so.
+    """
+    layers = []
+    for container in experts.containers:
+        if is_transformers_model(model) or isinstance(model.get_submodule(container), LinearExperts):
+            prefix = f"{container}."
+            layers.append([target.name for target in plan.targets if target.name.startswith(prefix)])
+    return layers

@@ -1,0 +1,177 @@
+"""Add the divergence of the quantized model's predictions from a teacher's to the training loss.
+
+No callback hook can replace the loss: ``on_before_backward`` only reads it, and a second ``backward`` there would
+miss gradient accumulation and the loss scale. So ``training_step`` is wrapped while fit runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from lightning_obs.callbacks.lightning_package import move_data_to_device
+from lightning_obs.callbacks.observed_batches import ObservedBatches
+from lightning_obs.errors import CalibrationError
+from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
+from lightning_obs.forward.calls import in_evaluation_mode, logits_of
+from lightning_obs.model.additions import keep_hook_out, set_attributes
+from lightning_obs.numerics.divergence import divergence
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call of the student in a training step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class Distillation:
+    """Trains the quantized model, the student, on the predictions of a teacher.
+
+    Args:
+        weight: of the divergence beside the loss that ``training_step`` returns; ``"only"``: the divergence is the
+            loss; 0: nothing is distilled.
+        teacher: takes the calls that the student takes; None: the student itself, unquantized.
+
+    Raises:
+        CalibrationError: ``weight`` is none of these, or 0 with a teacher.
+    """
+
+    def __init__(self, weight: float | Literal["only"], teacher: nn.Module | None) -> None:
+        if weight != "only" and not (isinstance(weight, (int, float)) and weight >= 0):
+            raise CalibrationError("distill", got=repr(weight), expected="zero or more, or 'only'")
+        if teacher is not None and not weight:
+            raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
+        self._weight = weight
+        self._teacher = teacher
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the divergence is a part of the loss."""
+        return bool(self._weight)
+
+    def wrap_step(
+        self, pl_module: LightningModule, training: QuantizedTraining, batches: ObservedBatches, log: bool
+    ) -> Callable[[], None]:
+        """Wrap the LightningModule's ``training_step``; called when fit starts.
+
+        Args:
+            pl_module: has the step.
+            training: holds the student, and runs it unquantized for its own teaching.
+            batches: tell which tokens of a batch count.
+            log: log ``quant/distillation``, the mean divergence of a step [nats].
+
+        Returns:
+            A function that gives the LightningModule its own step back.
+
+        Raises:
+            CalibrationError: the LightningModule optimizes manually.
+        """
+        if not pl_module.automatic_optimization:
+            raise CalibrationError(
+                "distill needs automatic optimization",
+                remedy="add the divergence in your training_step (lightning_obs.numerics.divergence.divergence), "
+                "and leave distill=0.",
+            )
+        if self._teacher is not None and next(self._teacher.parameters()).device.type == "cpu":
+            self._teacher.to(pl_module.device)
+        training_step = pl_module.training_step
+        student = training.session.model
+
+        @functools.wraps(training_step)
+        def distilling_step(*args: Any, **kwargs: Any) -> Any:
+            with _calls_of(student) as calls:
+                result = training_step(*args, **kwargs)
+            if result is None:  # the user skips this batch
+                return None
+            if not calls:
+                raise CalibrationError(
+                    f"training_step did not call {type(student).__name__}, so there are no logits to distill",
+                    remedy="name the module that it calls: QuantizationAwareTraining(module='...').",
+                )
+            mask = batches.mask_of(args[0] if args else kwargs["batch"])
+            divergences = [self._divergence_of(call, training, mask) for call in calls]
+            mean = torch.stack(divergences).mean()
+            if log:
+                pl_module.log("quant/distillation", mean.detach())
+            if isinstance(result, dict):
+                return {**result, "loss": self._loss(result["loss"], mean, training)}
+            return self._loss(result, mean, training)
+
+        return set_attributes(pl_module, training_step=distilling_step)
+
+    def _divergence_of(self, call: _Call, training: QuantizedTraining, mask: torch.Tensor | None) -> torch.Tensor:
+        """Mean divergence of one call's predictions from the teacher's, over the tokens that ``mask`` counts."""
+        student_logits = _class_logits(call.output)
+        teacher_logits = _class_logits(self._teach(call, training))
+        return divergence(student_logits, teacher_logits, mask)
+
+    def _teach(self, call: _Call, training: QuantizedTraining) -> Any:
+        """The teacher's output for the arguments of one of the student's calls."""
+        args, kwargs = call.args, call.kwargs
+        teacher = self._teacher
+        if teacher is None:
+            teacher = training.session.model
+        else:
+            args, kwargs = move_data_to_device((args, kwargs), next(teacher.parameters()).device)
+        with training.unquantized(), in_evaluation_mode(teacher), torch.no_grad():
+            return teacher(*args, **kwargs)
+
+    def _loss(self, loss: torch.Tensor, mean: torch.Tensor, training: QuantizedTraining) -> torch.Tensor:
+        """The loss to train with: a step's own ``loss`` and the ``mean`` divergence of its calls."""
+        loss = mean if self._weight == "only" else loss + self._weight * mean
+        if not loss.requires_grad and training.learned is not None and not training.is_quantized:
+            # Before the first calibration the learned scales are not used, and frozen weights give no gradient either.
+            # Backward needs some: a zero one for each scale.
+            for factor in training.learned.parameters:
+                loss = loss + 0 * factor.sum()
+        return loss
+
+
+@contextmanager
+def _calls_of(module: nn.Module) -> Iterator[list[_Call]]:
+    """Collect the module's calls inside the ``with`` block."""
+    calls: list[_Call] = []
+
+    def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        calls.append(_Call(args, kwargs, output))
+
+    remove_hook = keep_hook_out(module, module.register_forward_hook(collect, with_kwargs=True))
+    try:
+        yield calls
+    finally:
+        remove_hook()
+
+
+def _class_logits(output: Any) -> torch.Tensor:
+    """The logits in a model's output, or in the first tensor of a tuple.
+
+    Returns:
+        ``(batch, classes)`` or ``(batch, tokens, classes)``.
+
+    Raises:
+        CalibrationError: there are no logits, or logits of another shape.
+    """
+    if isinstance(output, (tuple, list)):
+        tensors = [value for value in output if isinstance(value, torch.Tensor)]
+        output = tensors[0] if tensors else None
+    logits = logits_of(output)
+    if logits.ndim > 3:
+        raise CalibrationError(
+            "distill reads logits whose last dimension holds the classes",
+            got=f"logits of shape {tuple(logits.shape)}",
+            expected="(batch, classes) or (batch, tokens, classes)",
+            remedy="wrap the model in a module that returns (batch, positions, classes), or leave distill=0.",
+        )
+    return logits

@@ -1,0 +1,91 @@
+"""Log a calibration to the Trainer's loggers: single numbers as metrics, and a table of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.lightning_package import class_of
+from lightning_obs.errors import require_bool
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.page import layer_row, write_csv
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
+
+
+class LoggedResults:
+    """Gives results to the Trainer's loggers, under names that begin with ``quant/``.
+
+    Args:
+        log: whether to log; None: if the Trainer has loggers.
+    """
+
+    def __init__(self, log: bool | None) -> None:
+        if log is not None:
+            require_bool(log=log)
+        self._log = log
+        #: begins the names; with a scheme in it where a Trainer has several callbacks
+        self.prefix = "quant"
+
+    def is_on(self, trainer: Trainer) -> bool:
+        """Whether the Trainer's loggers get the results."""
+        return bool(trainer.loggers) if self._log is None else self._log
+
+    def log_number(self, pl_module: LightningModule, name: str, value: float) -> None:
+        """Log a number that is equal on all ranks, or whose largest counts (the time)."""
+        pl_module.log(f"{self.prefix}/{name}", torch.tensor(value), sync_dist=True, reduce_fx="max")
+
+    def log_layers(self, trainer: Trainer, session: CalibrationSession, errors: Sequence[LayerError]) -> None:
+        """Give the table of all layers to each logger that takes one; rank 0 does.
+
+        TensorBoard gets a text and a histogram, the CSV logger a file beside its own, and a logger with ``log_table``
+        (Weights & Biases) a table.
+        """
+        if not trainer.is_global_zero:
+            return
+        observers: dict[str, dict[str, Any]] = {}
+        for (name, base_name), observer in session.observers.items():
+            observers.setdefault(name, {})[f"{base_name}_observer"] = observer.args.observer
+        rows = []
+        for error in errors:
+            rows.append({**layer_row(error), **observers.get(error.name, {})})
+        for logger in trainer.loggers:
+            _log_table(logger, self.prefix, rows, trainer.global_step)
+
+
+def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
+    columns = _columns(rows)
+    if class_of(logger, "TensorBoardLogger"):
+        logger.experiment.add_text(f"{prefix}/layers", _markdown_table(columns, rows), step)
+        ratios = [row["sqnr"] for row in rows if row["sqnr"] is not None]
+        if ratios:
+            logger.experiment.add_histogram(f"{prefix}/sqnr", torch.tensor(ratios), step)
+    elif class_of(logger, "CSVLogger"):
+        folder = Path(logger.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        write_csv(folder / f"{prefix.replace('/', '_')}_layers_step{step}.csv", rows)
+    elif hasattr(logger, "log_table") and rows:
+        values = [[row.get(column) for column in columns] for row in rows]
+        logger.log_table(f"{prefix}/layers", columns, values, step=step)
+
+
+def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys of all rows, in the order in which they first appear."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
+    return list(columns)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
+    for row in rows:
+        cells = [str(row.get(column, "")) for column in columns]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)

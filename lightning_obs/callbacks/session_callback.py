@@ -1,0 +1,245 @@
+"""The base of both callbacks: a session of the Trainer's module, the saved state, and the results."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.export_at_end import ExportAtEnd
+from lightning_obs.callbacks.lightning_package import Callback
+from lightning_obs.callbacks.logged_results import LoggedResults
+from lightning_obs.callbacks.results import Results
+from lightning_obs.callbacks.strategies import leave_in_place
+from lightning_obs.callbacks.trainer_session import TrainerSession, state_in_checkpoint
+from lightning_obs.callbacks.which_module import describe
+from lightning_obs.files.tensors import Progress
+from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.layer_errors import LayerError
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class PartOfRun(Protocol):
+    """A part of a callback that changes the model, or keeps data, while a run lasts."""
+
+    def stop(self) -> None:
+        """Leave nothing behind. Can be called at any time, any number of times."""
+        ...
+
+
+class SessionCallback(Callback):
+    """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession`.
+
+    A subclass says when: it attaches the session, finalizes it, and restores its state.
+
+    Attributes:
+        options: of the calibration, checked when they were made.
+        label: of the scheme; also a part of the key of this callback's state in checkpoints.
+        trainer_session: makes and keeps the session.
+        results: exports, reports, and keeps what validations have logged.
+        loggers: gives results to the Trainer's loggers.
+        export_at_end: writes ``export_folder``.
+        parts_of_run: leave nothing behind when a run ends, however it ends.
+    """
+
+    #: Names the state in checkpoints: the states of two calibrations in one Trainer stay apart. Lightning has a
+    #: property here; this attribute takes its place, so that an instance can have its own.
+    state_key: str = ""
+
+    def __init__(
+        self,
+        options: CalibrationOptions,
+        trainer_session: TrainerSession,
+        results: Results,
+        loggers: LoggedResults,
+        export_at_end: ExportAtEnd,
+        parts_of_run: Sequence[PartOfRun],
+    ) -> None:
+        self.options = options
+        self.label = options.label
+        self.state_key = str(self._generate_state_key(scheme=self.label, module=trainer_session.module_path))
+        self.trainer_session = trainer_session
+        self.results = results
+        self.loggers = loggers
+        self.export_at_end = export_at_end
+        self.parts_of_run = [trainer_session, *parts_of_run]
+
+    # ------------------------------------------------------------------ results
+
+    @property
+    def session(self) -> CalibrationSession | None:
+        """The session of the last run's model; None before the first run."""
+        return self.trainer_session.session
+
+    @property
+    def result(self) -> CalibrationResult | None:
+        """The result of the last calibration, by this callback or its deep copy; None before it."""
+        return self.results.result
+
+    @property
+    def curves(self) -> list[dict[str, float]]:
+        """The metrics that each validation has logged, with their ``step``."""
+        return self.results.curves
+
+    @property
+    def metrics(self) -> dict[str, tuple[float | None, float | None]]:
+        """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
+        return self.results.metrics
+
+    def export(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        tokenizer: Any = None,
+        overwrite: bool = False,
+        max_shard_size: int | str = "50GB",
+        progress: Progress | None = None,
+    ) -> Path:
+        """Write the calibrated module as a compressed-tensors checkpoint (:func:`~lightning_obs.export_checkpoint`).
+
+        The checkpoint has this callback's scheme, even if another callback has calibrated the same model since. If a
+        library has deep-copied this callback and run the copy (neuralforecast does), the copy's calibration is
+        written; ``result``, ``layer_errors`` and ``report`` answer for the copy, too.
+
+        On several ranks, rank 0 writes. Under DDP the others return at once; where weights are sharded (FSDP) every
+        rank must call this, to gather them. Before another rank reads the folder, call
+        ``trainer.strategy.barrier()``.
+
+        Args:
+            folder: written whole or not at all.
+            tokenizer: saved in the folder; default: the LightningModule's ``tokenizer`` or ``processor``, if it has
+                one.
+            overwrite: replace a checkpoint that is in the folder.
+            max_shard_size: the largest size of one file of weights, in bytes or as ``"5GB"``.
+            progress: is called with the bytes that were written, as the work goes on.
+
+        Raises:
+            CalibrationError: no validation has calibrated the model yet, or it was trained on since; ``folder`` cannot
+                be written or is taken. In fine-tuning also: activations were not calibrated yet.
+        """
+        return self.results.export(
+            folder, tokenizer, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress
+        )
+
+    def layer_errors(
+        self,
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        counts: dict[str, Support] | None = None,
+    ) -> list[LayerError]:
+        """Measure the error of each layer, the worst first; on several ranks every rank must call this.
+
+        Args:
+            batches: arguments of the calibrated module, as keyword arguments or one tensor: it is run on them,
+                and the outputs of its layers compared. A few hundred tokens are enough. None: nothing is run. Then
+                there are the errors of weights, and of inputs that an observer counted (``histogram``,
+                ``percentile``).
+            counts: filled with how often each input value was seen, by module name: in the calibration where the
+                input's observer counts, else in ``batches``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
+        """
+        return self.results.layer_errors(batches, counts)
+
+    def report(
+        self,
+        folder: str | os.PathLike[str],
+        batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,
+        **facts: Any,
+    ) -> Path:
+        """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
+
+        Args:
+            folder: created if it does not exist; rank 0 writes.
+            batches: run to measure the layers' errors, as in :meth:`layer_errors`; None: nothing is run.
+            **facts: further facts for the page, such as ``metrics={"val_loss": (before, after)}``
+                (:meth:`Report.of <lightning_obs.report.facts.Report.of>`).
+
+        Returns:
+            The path of the page.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet.
+        """
+        return self.results.report(folder, batches, facts)
+
+    # ------------------------------------------------------------------ the session and its state
+
+    def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
+        """Check the options against the model, restore a loaded state, and return the session that the hooks use.
+
+        A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
+        ``with callback.prepare(trainer, module): pass``.
+
+        Args:
+            trainer: runs the model now, or will.
+            pl_module: holds the module to calibrate.
+
+        Raises:
+            CalibrationError: the module cannot be found, or the options do not fit the model or the Trainer.
+        """
+        earlier_session = self.session
+        session = self.trainer_session.prepare(trainer, pl_module, self.options)
+        if session is not earlier_session:
+            self.results.register()
+            rank_zero_info(f"{self.label}: {describe(pl_module, self.trainer_session.module_path, session)}")
+        self.export_at_end.require_merged(session.model)
+        return session
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the saved state, if it is whole, until the model is on its device (Lightning loads callbacks before)."""
+        self.trainer_session.keep_state(state_dict)
+
+    # ------------------------------------------------------------------ hooks
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse an ``export_folder`` that cannot be written in the end; keep an offloaded model where it is."""
+        self.export_at_end.require_possible(trainer)
+        leave_in_place(trainer, pl_module)
+        has_company = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) > 1
+        self.loggers.prefix = f"quant/{self.label}" if has_company else "quant"
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Restore a state that Lightning has loaded after ``on_fit_start``, as it does for sharded checkpoints."""
+        restore_outside_of_fit(self, trainer)
+        if self.trainer_session.saved_state is not None:
+            self.prepare(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_train_start
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
+        stop_all(self.parts_of_run)
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing behind; write the checkpoint to ``export_folder``."""
+        stop_all(self.parts_of_run)
+        self.export_at_end.write(trainer, self.results)
+
+
+def stop_all(parts: Iterable[PartOfRun]) -> None:
+    """Let all parts of a run leave nothing behind."""
+    for part_of_run in parts:
+        part_of_run.stop()
+
+
+def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:
+    """Load the callback's state when ``validate``, ``test`` or ``predict`` starts, where Lightning does not do it."""
+    state = state_in_checkpoint(trainer, callback.state_key)
+    if state:
+        callback.load_state_dict(state)

@@ -1,0 +1,146 @@
+"""The one record that this package keeps on a module of the user's: :class:`Mark`, at one attribute of the module.
+
+It holds facts that only the whole model can tell a module (which LoRA layer surrounds it, where FSDP1 has put its
+parameters), and everything that is on the module for a while (hooks, forwards, switches). A module without any of these
+has no mark.
+
+A model may be copied or pickled at any moment: for weight averaging, as a teacher, by a logger. nn.Module copies its
+whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding the original's observers.
+
+``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the *instance*.
+So an instance with a mark overrides them: they call the method of the class while the instance has a ``__dict__``
+without the mark and without all that the mark says is there for a while. Nothing has to be removed from a copy later,
+and its pickle does not need this package. A copied model gets marks of its own when it is used
+(:func:`~lightning_obs.model.weight.register_surroundings`).
+
+Three things are plain attributes of a module instead, because its copies must have them: the quantization parameters
+with ``weight_rounded``, their checksums (both :mod:`.module_qparams`), and, beside a replaced ``forward``, its state
+(:mod:`lightning_obs.forward.quantized_tensors`): a module of a loaded checkpoint keeps both for good, and a compiled
+forward reads that state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from lightning_obs.model.place import Place
+
+#: the attribute of a module that holds its :class:`Mark`
+_ATTRIBUTE = "__lightning_obs__"
+#: methods that ``copy``, ``deepcopy`` and ``pickle`` call
+_COPYING = ("__reduce_ex__", "__deepcopy__")
+#: attributes of every nn.Module that are dicts or sets: its hooks, parameters, buffers, submodules
+TABLES = [name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set))]
+
+#: takes one addition out of a module's ``__dict__``, or of a copy of it
+TakeOut: TypeAlias = Callable[[dict[str, Any]], None]
+
+
+class AttributeSetting:
+    """Attributes that were set on a module together, and the values that they replaced.
+
+    Args:
+        attributes: the ``__dict__`` of the module; it is changed.
+        values: the attributes to set in it.
+    """
+
+    def __init__(self, attributes: dict[str, Any], values: dict[str, Any]) -> None:
+        self.names = set(values)
+        #: the values that the attributes had before; without attributes that did not exist
+        self.replaced: dict[str, Any] = {}
+        for name in values:
+            if name in attributes:
+                self.replaced[name] = attributes[name]
+        attributes.update(values)
+
+    def restore(self, name: str, attributes: dict[str, Any]) -> None:
+        """Give one of the attributes its replaced value in ``attributes``, or remove it if there was none."""
+        attributes.pop(name, None)
+        if name in self.replaced:
+            attributes[name] = self.replaced[name]
+
+    def take_out(self, attributes: dict[str, Any]) -> None:
+        """Restore all replaced values in a copy of the module's ``__dict__``."""
+        for name in self.names:
+            self.restore(name, attributes)
+
+
+@dataclass(eq=False)
+class Mark:
+    """All that this package knows about one module of the user's and has put on it for a while."""
+
+    module: nn.Module
+
+    # ---- facts that the whole model tells, for as long as the module lives
+
+    #: the module whose accelerate hook brings in this module's parameters; None: it has a hook itself, or needs none
+    offload_owner: nn.Module | None = None
+    #: parameters that an offloaded model ties to another module's: the name here -> (that module, the name there)
+    tied_parameters: dict[str, tuple[nn.Module, str]] = field(default_factory=dict)
+    #: where FSDP1 keeps the parameters that it shards, by name; empty if it keeps them whole on each rank; None: the
+    #: module is not known to be under FSDP1
+    fsdp_places: dict[str, Place] | None = None
+    #: the LoRA layer around this base layer. As a submodule it would make two modules contain each other.
+    lora_layer: Any = None
+
+    # ---- things that are on the module for a while
+
+    #: the thread of each open ``quantized`` block; it is the same thread in all of them
+    quantizing_threads: list[int] = field(default_factory=list)
+    #: attributes that are set now, in the order in which they were set
+    settings: list[AttributeSetting] = field(default_factory=list)
+    #: functions that take hooks, submodules... out of a copy's ``__dict__``, in the order in which these were put on
+    take_outs: list[TakeOut] = field(default_factory=list)
+
+    def remove_if_empty(self) -> None:
+        """Leave no trace on the module once there is nothing more to say about it."""
+        has_facts = self.offload_owner is not None or self.fsdp_places is not None or self.lora_layer is not None
+        if has_facts or self.tied_parameters or self.quantizing_threads or self.settings or self.take_outs:
+            return
+        for name in (_ATTRIBUTE, *_COPYING):
+            vars(self.module).pop(name, None)
+
+    def copy_by(self, method: str, argument: Any) -> Any:
+        """The result of the class's ``__reduce_ex__`` or ``__deepcopy__`` for the module as it is without us."""
+        attributes = vars(self.module)
+        tables = {name: attributes[name] for name in TABLES}
+        plain = dict(attributes)
+        for name, table in tables.items():
+            plain[name] = copy(table)
+        for take_out in reversed(self.take_outs):
+            take_out(plain)
+        for setting in reversed(self.settings):
+            setting.take_out(plain)
+        for name in (_ATTRIBUTE, *_COPYING):
+            plain.pop(name, None)
+        for name, table in tables.items():
+            if len(plain[name]) == len(table):
+                plain[name] = table  # unchanged: a shallow copy shares it, as any attribute
+        object.__setattr__(self.module, "__dict__", plain)
+        try:
+            return getattr(type(self.module), method)(self.module, argument)
+        finally:
+            object.__setattr__(self.module, "__dict__", attributes)
+
+
+def mark_of(module: nn.Module) -> Mark | None:
+    """The mark of a module; None if it has none."""
+    return vars(module).get(_ATTRIBUTE)
+
+
+def make_mark(module: nn.Module) -> Mark:
+    """The mark of a module, which gets one if it has none."""
+    mark = mark_of(module)
+    if mark is None:
+        mark = Mark(module)
+        vars(module)[_ATTRIBUTE] = mark
+        for method in _COPYING:
+            if hasattr(type(module), method):
+                vars(module)[method] = partial(mark.copy_by, method)
+    return mark

@@ -1,0 +1,117 @@
+"""Measure a tensor once for all modules that read it: q, k and v; gate and up; sessions that watch the same calls.
+
+Observers of one kind (class, tensor, ``args`` and hyperparameters) measure the same statistics in a tensor. Those that
+have seen the same tensors before hold the same statistic objects, and combining gives them the same object again: one
+histogram is added up and kept for q, k and v.
+
+The functions here are called by the hooks, which keep ``measured`` for as long as the tensor does not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+
+from lightning_obs.numerics.qparams import flatten_for_calibration
+from lightning_obs.observers.observer import Observer, combine_declared
+from lightning_obs.observers.statistic import declared_statistics, observing
+
+#: ids of an observer's statistics
+Identities: TypeAlias = tuple[int, ...]
+
+
+class Measurement(NamedTuple):
+    """The statistics of one tensor for one kind of observer.
+
+    Attributes:
+        statistics: in the order in which the kind declares them.
+        combined: by the identities of the statistics before this tensor, these statistics (kept, because an id is only
+            unique while its object is alive) and the statistics with this tensor, by name.
+    """
+
+    statistics: Sequence[torch.Tensor]
+    combined: dict[Identities, tuple[list[Any], dict[str, Any]]]
+
+
+def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
+    """Observe a tensor that other modules read, too.
+
+    Args:
+        observer: any; a class that writes ``update_statistics_from_observed`` observes by itself.
+        value: the tensor; an empty one changes nothing.
+        measured: by kind of observer, the measurements of ``value`` so far; added to.
+    """
+    observes_itself = type(observer).update_statistics_from_observed is not Observer.update_statistics_from_observed
+    if observes_itself or not value.numel():
+        observer(value)
+        return
+
+    def measure() -> Sequence[torch.Tensor]:
+        return observer.measure(flatten_for_calibration(value, observer.base_name, observer.args))
+
+    _combine_shared(observer, observer.kind, measure, measured, of_inputs=False)
+
+
+def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
+    """Observe a module's input ``(..., C)``, for its weight; other modules read the tensor, too.
+
+    Args:
+        observer: of a weight, with ``needs_inputs``; a class that writes ``observe_inputs`` observes by itself.
+        value: the input; an empty one changes nothing.
+        measured: as of :func:`observe_shared`.
+    """
+    observes_itself = type(observer).observe_inputs is not Observer.observe_inputs
+    if observes_itself or not hasattr(observer, "measure_inputs") or not value.numel():
+        observer.observe_inputs(value)
+        return
+
+    def measure() -> Sequence[torch.Tensor]:
+        return observer.measure_inputs(value)
+
+    _combine_shared(observer, _kind_of_inputs(observer), measure, measured, of_inputs=True)
+
+
+def _kind_of_inputs(observer: Observer) -> Hashable:
+    """Equal for observers that measure the same in an input.
+
+    A class that declares ``_inputs_by`` beside its ``measure_inputs`` reads no hyperparameter there, and no field of
+    ``args`` but these. Tokens that are weighed are other values, so they are measured apart.
+    """
+    measuring_class = next(cls for cls in type(observer).__mro__ if "measure_inputs" in vars(cls))
+    fields = vars(measuring_class).get("_inputs_by")
+    if fields is None:
+        return "inputs", observer.kind
+    values = [str(getattr(observer.args, field)) for field in fields]
+    return "inputs", measuring_class, getattr(observer, "weigh_tokens", False), *values
+
+
+def _combine_shared(
+    observer: Observer,
+    kind: Hashable,
+    measure: Callable[[], Sequence[torch.Tensor]],
+    measured: dict[Hashable, Any],
+    of_inputs: bool,
+) -> None:
+    """Combine an observer's statistics with the tensor's, once for all observers that hold the same statistics."""
+    with observing(observer):
+        if kind not in measured:
+            measured[kind] = Measurement(measure(), {})
+        measurement: Measurement = measured[kind]
+        names = []
+        for statistic in declared_statistics(observer):
+            if statistic.of_inputs == of_inputs:
+                names.append(statistic.name)
+        attributes = observer.__dict__
+        earlier = [attributes.get(name) for name in names]
+        identities = tuple(map(id, earlier))
+        if identities not in measurement.combined or not observer._declares_all:
+            if of_inputs:
+                combine_declared(observer, measurement.statistics, of_inputs)
+            else:
+                observer.combine(measurement.statistics)
+            together = {name: attributes[name] for name in names if name in attributes}
+            measurement.combined[identities] = earlier, together
+        _, together = measurement.combined[identities]
+        attributes.update(together)
