@@ -34,7 +34,7 @@ from lightning_obs.report.predictions import KEPT_BYTES
 
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
-_WITH_NAMES = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class AutoObservers:
@@ -202,11 +202,12 @@ def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call of the model, by name."""
     parameters = inspect.signature(model.forward).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind in _WITH_NAMES]
+    names = [parameter.name for parameter in parameters if parameter.kind in _NAMED_KINDS]
     if len(args) > len(names):
         raise CalibrationError(
             f'observers="auto" calls {type(model).__name__} again, with arguments by their names',
             got=f"{len(args)} positional arguments, {len(names)} names",
             remedy="call it with keyword arguments.",
         )
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    positional = dict(zip(names, args, strict=False))
+    return {**positional, **kwargs}

@@ -1,15 +1,15 @@
-"""The Lightning that the program runs, under either of its names; this package imports it here only (and in ``app``).
+"""The Lightning that the program runs, under either of its names; imported only here and in ``app``.
 
-``lightning.pytorch`` and ``pytorch_lightning`` are two packages with the same classes twice. A Trainer, its strategy,
-loops, loggers and callbacks are of one of them, and an ``isinstance`` with the other's class is always false. So:
+``lightning.pytorch`` and ``pytorch_lightning`` are two packages with the same classes. The objects of a run (Trainer,
+strategy, loops, loggers, callbacks) come from one of them, and an ``isinstance`` with the other's class is False. So:
 
 - Users' objects are recognized by :func:`class_of`, which compares the names of their classes.
-- Where one of Lightning's private classes is needed (the second pass of a validation), it is derived from the class
-  that the given Trainer itself uses.
-- Functions are taken from the package that is imported already. To import the other one would take a second, and
-  redirect the messages of the first: ``lightning_utilities`` keeps one logger for both, that of the last one imported.
-- :class:`Callback` derives from the class of each package that is imported: a Trainer that is given a callback outside
-  of a list, and LightningCLI, ask for their own.
+- Where one of Lightning's private classes is needed (the second pass of a validation), it is the class that the Trainer
+  itself uses.
+- Functions come from the package that is imported already. Importing the other one would take a second, and would
+  redirect the messages of the first: ``lightning_utilities`` has one logger for both, set by the last one imported.
+- :class:`Callback` derives from the ``Callback`` of each package that is imported, as LightningCLI and a Trainer that
+  takes a callback outside of a list check for their own class.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import Any
 
 from lightning_utilities.core.imports import compare_version
 
-#: the name of each package of Lightning, and of its part without a Trainer
+#: each package of Lightning, and its subpackage without a Trainer
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
 _IMPORTED = [name for name in _PACKAGES if name in sys.modules] or ["lightning.pytorch"]
 _PYTORCH = _IMPORTED[0]
 _FABRIC = _PACKAGES[_PYTORCH]
 #: the first part of the names of Lightning's modules
-_ROOTS = {name.partition(".")[0] for name in [*_PACKAGES, *_PACKAGES.values()]}
+_ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
-_callbacks: tuple[Any, ...] = tuple(import_module(f"{name}.callbacks").Callback for name in _IMPORTED)
+_callback_classes: list[Any] = [import_module(f"{name}.callbacks").Callback for name in _IMPORTED]
 
 
-class Callback(*_callbacks):  # type: ignore[misc]
+class Callback(*_callback_classes):  # type: ignore[misc]
     """Lightning's callback, for a Trainer of either package."""
 
 
@@ -47,16 +47,18 @@ move_data_to_device: Any = import_module(f"{_FABRIC}.utilities").move_data_to_de
 
 
 def class_of(value: object, *names: str) -> type[Any] | None:
-    """The class of Lightning, in either package, of which a value is an instance; None if it is of none.
+    """Return which of some classes of Lightning a value is an instance of, in either package.
 
     Args:
         value: a Trainer's strategy, logger or callback, a LightningModule...
         *names: of the classes to look for.
 
     Returns:
-        The first of these classes in the order of inheritance, so that it is also found for a user's subclass.
+        The first class of these names in the order of inheritance, also for an instance of a user's subclass; None if
+        there is none.
     """
-    for one in type(value).__mro__:
-        if one.__name__ in names and one.__module__.partition(".")[0] in _ROOTS:
-            return one
+    for cls in type(value).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if cls.__name__ in names and package in _ROOTS:
+            return cls
     return None

@@ -60,7 +60,7 @@ class LoggedResults:
 
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    columns = _columns(rows)
     if class_of(logger, "TensorBoardLogger"):
         logger.experiment.add_text(f"{prefix}/layers", _markdown_table(columns, rows), step)
         ratios = [row["sqnr"] for row in rows if row["sqnr"] is not None]
@@ -75,8 +75,17 @@ def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: in
         logger.log_table(f"{prefix}/layers", columns, values, step=step)
 
 
-def _markdown_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    lines = [columns, ["---"] * len(columns)]
+def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The keys of all rows, in the order in which they first appear."""
+    columns: dict[str, None] = {}
     for row in rows:
-        lines.append([str(row.get(column, "")) for column in columns])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        columns |= dict.fromkeys(row)
+    return list(columns)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
+    for row in rows:
+        cells = [str(row.get(column, "")) for column in columns]
+        lines.append(" | ".join(cells))
+    return "\n".join(f"| {line} |" for line in lines)

@@ -156,19 +156,10 @@ class QuantizationAwareTraining(SessionCallback):
         if distill is None:
             distill = "only" if train == "scales" else 0.0
         self.distillation = Distillation(distill, teacher)
-        if train == "scales" and not distill:
-            raise CalibrationError(
-                "train='scales' learns from the unquantized model",
-                got="distill=0",
-                expected="distill='only', or the weight of its term beside your loss",
-            )
-        if has_rounding(calibration_options.config) and train != "scales":
-            raise CalibrationError(
-                "training the weights undoes their rounding",
-                got="QuantizationAwareTraining(rounding=...)",
-                remedy="train='scales'; or train without it, then calibrate the trained model with "
-                "CalibrationCallback(rounding='gptq').",
-            )
+        if train == "scales":
+            _require_distillation(self.distillation)
+        else:
+            _refuse_rounding(calibration_options)
         self.train = train
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
@@ -363,6 +354,27 @@ class QuantizationAwareTraining(SessionCallback):
         """Leave nothing behind. On several ranks a half-done observation starts again."""
         self.quantized_fit.give_up_on_ranks(trainer)
         super().on_exception(trainer, pl_module, exception)
+
+
+def _require_distillation(distillation: Distillation) -> None:
+    """Refuse to train scales alone without a teacher's predictions to learn from."""
+    if not distillation.is_on:
+        raise CalibrationError(
+            "train='scales' learns from the unquantized model",
+            got="distill=0",
+            expected="distill='only', or the weight of its term beside your loss",
+        )
+
+
+def _refuse_rounding(options: CalibrationOptions) -> None:
+    """Refuse to train weights whose integers are chosen: the first step would round them to the nearest again."""
+    if has_rounding(options.config):
+        raise CalibrationError(
+            "training the weights undoes their rounding",
+            got="QuantizationAwareTraining(rounding=...)",
+            remedy="train='scales'; or train without it, then calibrate the trained model with "
+            "CalibrationCallback(rounding='gptq').",
+        )
 
 
 class _ChangesOfFit(ExitStack):

@@ -234,8 +234,8 @@ class SessionCallback(Callback):
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
     """Let all parts of a run leave nothing behind."""
-    for part in parts:
-        part.stop()
+    for part_of_run in parts:
+        part_of_run.stop()
 
 
 def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""A Trainer's strategy: how ranks communicate, and where the model lies."""
+"""A Trainer's strategy: how its ranks communicate, which data they share, and where it puts the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def collectives_of(trainer: Trainer) -> Collectives:
-    """How to talk to the other ranks, through the Trainer's strategy.
+    """Return how this rank reduces and gathers over the others, through the Trainer's strategy.
+
+    Before the Trainer has started its ranks, they are the collectives of one rank.
 
     Raises:
         CalibrationError: a strategy whose ranks do not hold the whole model, or end with the run.
@@ -37,17 +39,17 @@ def collectives_of(trainer: Trainer) -> Collectives:
             expected="strategy 'ddp', which runs the script once on each rank",
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
-    # These are subclasses of DDPStrategy, but a rank may hold a part of the weights only.
-    holds_parts = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy")
-    supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
-    if holds_parts or not supported:
+    # These derive from DDPStrategy, but a rank may hold a part of the weights only.
+    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy")
+    is_supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
+    if shares_weights or not is_supported:
         raise CalibrationError(
             f"calibration under {type(strategy).__name__} is not supported",
             got=f"{trainer.world_size} ranks",
             expected="strategy 'ddp', FSDPStrategy, ModelParallelStrategy (FSDP2), or one device",
             remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
         )
-    if not dist.is_initialized():  # the Trainer has not started its ranks yet, so there is nobody to talk to
+    if not dist.is_initialized():
         return Collectives()
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
@@ -58,50 +60,57 @@ def collectives_of(trainer: Trainer) -> Collectives:
 
 
 def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched.
+    """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched; called in ``setup``.
 
-    It moves the model to its device before the run, and to the CPU when it tears down the strategy, its last act.
+    The Trainer calls ``model.to(device)`` before the run and ``model.cpu()`` in ``strategy.teardown()``, its last act.
+    Neither moves such modules, until the teardown has ended.
     """
-    undo, own, teardown = stay_put(pl_module), vars(trainer.strategy), trainer.strategy.teardown
+    undo = stay_put(pl_module)
+    strategy_attributes = vars(trainer.strategy)
+    teardown = trainer.strategy.teardown
 
-    def tear_down() -> None:
-        own.pop("teardown", None)  # with two callbacks, the first has put its own there
+    def teardown_in_place() -> None:
+        strategy_attributes.pop("teardown", None)  # of two callbacks, the first has removed its function already
         try:
             teardown()
         finally:
             undo()
 
-    own["teardown"] = tear_down
+    strategy_attributes["teardown"] = teardown_in_place
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
-    """Refuse statistics that cannot be reduced exactly where several ranks see the same data, or parts of its features.
+    """Refuse statistics that tensor parallelism makes wrong: its ranks see the same data, or parts of its features.
 
-    Under tensor parallelism, a smallest or largest value over all ranks is that of the whole tensor, however ranks
-    share it. A sum counts shared data more than once, and split features only if it sums over features too.
+    The smallest and the largest value over all ranks are those of the whole tensor, however it is shared. A sum counts
+    shared data once for each rank, and is right for split features only if it is a sum over features.
+
+    Raises:
+        CalibrationError: an observer that keeps more than extremes, or several scales.
     """
     strategy = trainer.strategy
     if not class_of(strategy, "ModelParallelStrategy") or trainer.world_size == 1:
         return
     if strategy.device_mesh["tensor_parallel"].size() == 1:
         return
-
-    def is_extreme(observer: Observer) -> bool:
-        one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
-        return merges_extremes_only(observer) and one_scale
-
-    wrong = [
-        f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})"
-        for (name, base_name), observer in session.observers.items()
-        if (observer.needs_inputs if base_name == "weight" else not is_extreme(observer))
-    ]
-    if wrong:
+    inexact = []
+    for (name, base_name), observer in session.observers.items():
+        is_exact = not observer.needs_inputs if base_name == "weight" else _keeps_extremes_only(observer)
+        if not is_exact:
+            inexact.append(f"{name} ({base_name}: {type(observer).__name__}, {observer.args.strategy})")
+    if inexact:
         raise CalibrationError(
             "under tensor parallelism ranks share the data and split its features, so these statistics cannot be added",
-            where=wrong,
+            where=inexact,
             expected="static_minmax with one scale for the tensor, and weights' observers that need no inputs",
             remedy="observers={'input': 'static_minmax'}, or tensor_parallel_size=1.",
         )
+
+
+def _keeps_extremes_only(observer: Observer) -> bool:
+    """Whether an observer keeps the smallest and largest value of the whole tensor, and nothing else."""
+    has_one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
+    return merges_extremes_only(observer) and has_one_scale
 
 
 def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
@@ -122,26 +131,29 @@ def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> N
 
 
 def repeated_samples(loader: Any) -> int:
-    """How many samples at the end of this rank's share were added so that all ranks have as many.
+    """Return how many samples at the end of this rank's share another rank has, too.
 
-    ``DistributedSampler`` starts its dataset again where the ranks do not divide it.
+    ``DistributedSampler`` starts its dataset again where the number of ranks does not divide it, so that all ranks have
+    as many samples.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
         return 0
-    own = range(sampler.rank, len(sampler.dataset), sampler.num_replicas)  # type: ignore[arg-type]
-    return sampler.num_samples - len(own)
+    unrepeated = range(sampler.rank, len(sampler.dataset), sampler.num_replicas)  # type: ignore[arg-type]
+    return sampler.num_samples - len(unrepeated)
 
 
 def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
-    """Which samples of a batch count, ``(batch,)``, or None where none of the loader is repeated.
+    """Return which samples of a batch count, ``(batch,)``: False for a sample that another rank has, too.
 
-    A batch that does not come from a ``BatchSampler`` of a fixed size cannot be told; all of it counts.
+    None if all count: the loader repeats none, or its batches are not those of a ``BatchSampler`` of a fixed size, so
+    that it is not known which samples a batch has.
     """
     repeated = repeated_samples(loader)
-    batches = loader.batch_sampler
-    if not repeated or type(batches) is not BatchSampler:
+    batch_sampler = loader.batch_sampler
+    if not repeated or type(batch_sampler) is not BatchSampler:
         return None
     total = len(loader.sampler)  # type: ignore[arg-type]
-    at = torch.arange(batch_idx * batches.batch_size, min(total, (batch_idx + 1) * batches.batch_size))
-    return at < total - repeated
+    start = batch_idx * batch_sampler.batch_size
+    stop = min(total, start + batch_sampler.batch_size)
+    return torch.arange(start, stop) < total - repeated

@@ -1,7 +1,8 @@
 """How transformers changes a model's tensors between its modules and its files: it renames, merges and splits them.
 
-Layouts on the hub are older than its modules: one matrix for q, k and v, say. Its loader knows that for weights, and
-not for the scales beside them. What it does is asked of its own functions and tables; this file imports none of it.
+Files on the hub may be older than the classes that load them: they may store q, k and v as one matrix. transformers'
+loader then splits the weight, but not its scales. This file asks the loader's own functions and tables; it imports
+none of them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from traceback import walk_tb
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -19,32 +21,40 @@ from torch import nn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.packages import require_release
 
-#: the first release whose loader has ``apply_converters``, which says what becomes of a name
+#: the first release whose loader has ``apply_converters``, which tells how a name is converted
 _OLDEST_TO_ASK = "5.21"
 
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The names of modules in files; the same where transformers has no other, or merges or splits the weight."""
+    """The name in files of each module.
+
+    Names stay as they are where transformers has no other one, and where it merges or splits the weight.
+    """
+    file_names = dict(zip(names, names, strict=True))
     loading, _ = _converters(model)
     if loading is None:
-        return dict(zip(names, names, strict=True))
-    changed = {*converted(model, [f"{name}.weight" for name in names])}
-    alone = [name for name in names if f"{name}.weight" not in changed]
-    # The value of a stand-in weight says which name its key came from.
-    stand_ins = {f"{name}.weight": torch.tensor(index) for index, name in enumerate(alone)}
-    renamed = loading.revert_weight_conversion(model, stand_ins)
-    found = {alone[int(value)]: key.removesuffix(".weight") for key, value in renamed.items()}
-    return {name: found.get(name, name) for name in names}
+        return file_names
+    changed = set(converted(model, [f"{name}.weight" for name in names]))
+    # The loader renames the keys of a dict. The value of a stand-in weight tells which name a new key came from.
+    stand_ins: dict[str, torch.Tensor] = {}
+    for index, name in enumerate(names):
+        if f"{name}.weight" not in changed:
+            stand_ins[f"{name}.weight"] = torch.tensor(index)
+    for key, index in loading.revert_weight_conversion(model, stand_ins).items():
+        file_names[names[int(index)]] = key.removesuffix(".weight")
+    return file_names
 
 
 def converted(model: nn.Module, tensors: Iterable[str], step: str = "") -> list[str]:
-    """The names of those tensors that transformers does more than rename: it merges, splits or reorders them.
+    """The names of the tensors that transformers does more than rename: it merges, splits or reorders them.
 
-    ``step``: a part of the class name of an operation; only conversions with such an operation count.
+    Args:
+        model: of transformers, or any other, of which nothing is converted.
+        tensors: names of parameters.
+        step: a part of the class name of an operation; only conversions with such an operation count.
     """
     loading, converters = _converters(model)
-    back = [one.reverse_transform() for one in converters if _has(one, step)]
-    return [name for name in tensors if back and loading.apply_converters(name, back)[1] is not None]
+    return _converted_names(loading, tensors, _savers(converters, step))
 
 
 def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, list[str]]:
@@ -55,49 +65,68 @@ def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, li
         parameters: candidates, by name.
 
     Returns:
-        By parameter the last parts of the modules' names in files (gate before up); without those that it does not
-        stack.
+        For each stacked parameter the last parts of the modules' names in files (gate before up).
     """
-    found = {}
-    known: dict[nn.Module, tuple[Any, list[Any]]] = {}
+    module_names: dict[str, list[str]] = {}
+    savers_of: dict[nn.Module, tuple[Any, list[Any]]] = {}
     for parameter in parameters:
-        inner, name = model, parameter
-        while not is_transformers_model(inner) and "." in name:
-            child, _, name = name.partition(".")
-            inner = inner.get_submodule(child)
-        if inner not in known:
+        inner, name = _transformers_model_of(model, parameter)
+        if inner not in savers_of:
             loading, converters = _converters(inner)
-            known[inner] = loading, [one.reverse_transform() for one in converters if _has(one, "MergeModulelist")]
-        loading, stacks = known[inner]
-        for back in stacks:
-            if loading.apply_converters(name, [back])[1] is not None:
-                sources = back._original_target_patterns
-                found[parameter] = [source.removesuffix(".weight").rpartition(".")[2] for source in sources]
-    return found
+            savers_of[inner] = loading, _savers(converters, "MergeModulelist")
+        loading, savers = savers_of[inner]
+        for saver in savers:
+            if _converted_names(loading, [name], [saver]):
+                module_names[parameter] = [_module_name(source) for source in saver._original_target_patterns]
+    return module_names
+
+
+def _transformers_model_of(model: nn.Module, parameter: str) -> tuple[nn.Module, str]:
+    """The outermost transformers model on the path to a parameter, and the parameter's name in it."""
+    inner = model
+    while not is_transformers_model(inner) and "." in parameter:
+        child, _, parameter = parameter.partition(".")
+        inner = inner.get_submodule(child)
+    return inner, parameter
+
+
+def _module_name(pattern: str) -> str:
+    """``"w1"`` of ``"experts.*.w1.weight"``."""
+    return pattern.removesuffix(".weight").rpartition(".")[2]
 
 
 def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[list[str], list[str]]:
-    """What the loader of a quantized checkpoint dequantizes before it merges, or splits, it.
+    """Parameters that transformers dequantizes while loading a quantized checkpoint, because it merges or splits them.
 
     It does so with each ``weight`` that becomes another one, unless a ``planned`` module holds the result, and looks
     for scales beside it.
+
+    Args:
+        model: of transformers, or any other, which has none.
+        planned: names of the modules that are quantized.
 
     Returns:
         Names of parameters that it merges; names in files of weights that it splits, at which it fails.
     """
     loading, converters = _converters(model)
-    merges, split = [], list[str]()
-    for one in converters:
-        sources, targets = one._original_source_patterns, one._original_target_patterns
-        held = any(re.search(f"{targets[0]}$", f"{name}.weight") for name in planned)
-        if held or not all(source.endswith(".weight") for source in sources):
+    mergers: list[Any] = []
+    split: list[str] = []
+    for converter in converters:
+        sources = converter._original_source_patterns
+        targets = converter._original_target_patterns
+        if _is_weight_of(planned, targets[0]) or not all(source.endswith(".weight") for source in sources):
             continue
         if len(targets) == 1:
-            merges.append(one.reverse_transform())
-        elif not any(operation.supports_many_to_many for operation in one.operations):
+            mergers.append(converter.reverse_transform())
+        elif not any(operation.supports_many_to_many for operation in converter.operations):
             split += sources
-    names = [name for name, _ in model.named_parameters()] if merges else []
-    return [name for name in names if loading.apply_converters(name, merges)[1] is not None], split
+    parameter_names = dict(model.named_parameters())
+    return _converted_names(loading, parameter_names, mergers), split
+
+
+def _is_weight_of(module_names: Iterable[str], pattern: str) -> bool:
+    """Whether a pattern of the loader matches the weight of one of the modules."""
+    return any(re.search(f"{pattern}$", f"{name}.weight") for name in module_names)
 
 
 def is_replaced(module: nn.Module) -> bool:
@@ -106,43 +135,68 @@ def is_replaced(module: nn.Module) -> bool:
     if quantizers is None or not type(module).__module__.startswith("transformers."):
         return False
     replacement = quantizers.MODULES_TO_PATCH_FOR_QUANTIZATION.get(type(module).__name__, {})
-    return "compressed-tensors" in [method.value for method in replacement.get("quantization_methods", ())]
+    methods = replacement.get("quantization_methods", ())
+    return any(method.value == "compressed-tensors" for method in methods)
 
 
 def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
-    """The module of transformers' loader, and what it does to weights beyond renaming; None: not of transformers.
+    """The module of transformers' loader, and its converters of the model's weights, which do more than rename.
+
+    None and no converters for a model that is not of transformers.
 
     Raises:
         CalibrationError: it converts weights, and this release of transformers cannot tell which.
     """
-    loading, mapping = (
-        sys.modules.get(f"transformers.{name}") for name in ("core_model_loading", "conversion_mapping")
-    )
+    loading = sys.modules.get("transformers.core_model_loading")
+    mapping = sys.modules.get("transformers.conversion_mapping")
     if loading is None or mapping is None or not is_transformers_model(model):
         return None, []
-    found = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without those of a quantizer
-    converters = [conversion for conversion in found if isinstance(conversion, loading.WeightConverter)]
+    conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without a quantizer's conversions
+    converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
     if converters:
         require_release("transformers", _OLDEST_TO_ASK, f"{type(model).__name__}, whose weights transformers converts,")
     return loading, converters
 
 
-def _has(converter: Any, step: str) -> bool:
-    return any(step in type(operation).__name__ for operation in converter.operations)
+def _savers(converters: list[Any], step: str) -> list[Any]:
+    """The inverses of the converters that have an operation whose class name contains ``step``."""
+    savers = []
+    for converter in converters:
+        if any(step in type(operation).__name__ for operation in converter.operations):
+            savers.append(converter.reverse_transform())
+    return savers
+
+
+def _converted_names(loading: Any, names: Iterable[str], savers: list[Any]) -> list[str]:
+    """The names of parameters to which one of the savers applies."""
+    converted_names = []
+    for name in names if savers else ():
+        _, saver = loading.apply_converters(name, savers)
+        if saver is not None:
+            converted_names.append(name)
+    return converted_names
+
+
+# ---------------------------------------------------------------------- initialization while loading
 
 
 def initializer_fault(model: nn.Module, without: Collection[str]) -> tuple[str, str] | None:
-    """Where loading fails if the modules ``without`` have no ``weight``, and the error; None: it does not.
+    """Where and how loading fails if the modules ``without`` have no ``weight``, as in a compressed checkpoint.
 
-    While it loads, transformers lets a model's class initialize what it takes for missing, and ``_init_weights`` of
-    some classes reads weights of modules without asking whether they are there. That code runs here, on a copy of the
-    architecture on the meta device.
+    While it loads, transformers lets a model's class initialize the modules that it takes for missing, and
+    ``_init_weights`` of some classes reads weights without asking whether they are there. That code runs here, on a
+    copy of the architecture on the meta device.
+
+    Returns:
+        The name and class of the module whose initializer fails, and the error; None if loading does not fail.
     """
-    kind: Any = type(model)
-    if not kind.__module__.startswith("transformers.") or not any(map(_initializes, model.modules())):
+    model_class: Any = type(model)
+    if not model_class.__module__.startswith("transformers."):
+        return None
+    if not any(map(_has_initializer, model.modules())):
         return None
     with torch.device("meta"):
-        twin = kind(copy.deepcopy(model.config))
+        twin = model_class(copy.deepcopy(model.config))
     for name, module in twin.named_modules():
         vars(module).pop("_is_hf_initialized", None)
         if name in without:
@@ -150,14 +204,25 @@ def initializer_fault(model: nn.Module, without: Collection[str]) -> tuple[str, 
     try:
         twin.initialize_weights()
     except AttributeError as error:
-        names = {module: f"{name} ({type(module).__name__})" for name, module in twin.named_modules()}
-        frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_init_weights"]
-        read = [names[frame.f_locals["module"]] for frame in frames if frame.f_locals.get("module") in names]
-        return (read or [kind.__name__])[-1], str(error)
+        return _failing_module(twin, error.__traceback__) or model_class.__name__, str(error)
     return None
 
 
-def _initializes(module: nn.Module) -> bool:
-    """Whether its class has an ``_init_weights`` of its own, not the one of all models."""
-    defined = next((cls for cls in type(module).__mro__ if "_init_weights" in vars(cls)), None)
-    return defined is not None and defined.__name__ != "PreTrainedModel"
+def _failing_module(model: nn.Module, traceback: TracebackType | None) -> str | None:
+    """Name and class of the module in the innermost ``_init_weights`` of a traceback; None if there is none."""
+    failing = None
+    for frame, _ in walk_tb(traceback):
+        if frame.f_code.co_name != "_init_weights":
+            continue
+        for name, module in model.named_modules():
+            if module is frame.f_locals.get("module"):
+                failing = f"{name} ({type(module).__name__})"
+    return failing
+
+
+def _has_initializer(module: nn.Module) -> bool:
+    """Whether the module's class defines an ``_init_weights`` other than the one of all transformers models."""
+    for module_class in type(module).__mro__:
+        if "_init_weights" in vars(module_class):
+            return module_class.__name__ != "PreTrainedModel"
+    return False

@@ -45,27 +45,32 @@ def register_fsdp_units(root: nn.Module) -> None:
     for wrapper in wrappers:
         if not _is_registered(wrapper):
             _register(wrapper)
-    lost = [name for name, module in root.named_modules() if _has_shards(module) and not _is_registered(module)]
+    unregistered = []
+    for name, module in root.named_modules():
+        if _has_shards(module) and not _is_registered(module):
+            unregistered.append(name)
     refuse(
-        lost,
+        unregistered,
         "these parameters are sharded by a wrapper of FSDP1 that is not in the model",
         remedy="give the outermost FullyShardedDataParallel to CalibrationSession.",
     )
 
 
 def _refuse_unreadable(root: nn.Module, wrappers: list[FullyShardedDataParallel]) -> None:
-    if any(isinstance(parameter, FlatParameter) for parameter in root.parameters()):
-        raise CalibrationError(
-            "under FSDP1 with use_orig_params=False a module has no weight of its own that could be observed",
-            got=f"{len(wrappers)} units of FSDP1",
-            remedy="FSDPStrategy(use_orig_params=True), which is Lightning's default.",
-        )
-    if any(wrapper.cpu_offload.offload_params for wrapper in wrappers):
-        raise CalibrationError(
-            "calibration under FSDP1 with parameters on the CPU is not supported",
-            got="cpu_offload=True",
-            remedy="FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy.",
-        )
+    for parameter in root.parameters():
+        if isinstance(parameter, FlatParameter):
+            raise CalibrationError(
+                "under FSDP1 with use_orig_params=False a module has no weight of its own that could be observed",
+                got=f"{len(wrappers)} units of FSDP1",
+                remedy="FSDPStrategy(use_orig_params=True), which is Lightning's default.",
+            )
+    for wrapper in wrappers:
+        if wrapper.cpu_offload.offload_params:
+            raise CalibrationError(
+                "calibration under FSDP1 with parameters on the CPU is not supported",
+                got="cpu_offload=True",
+                remedy="FSDPStrategy(cpu_offload=False), or FSDP2: ModelParallelStrategy.",
+            )
 
 
 def _initialize_root(root: nn.Module) -> None:

@@ -24,10 +24,10 @@ _OLDEST_TRANSFORMERS = "5.17"
 
 @dataclass(frozen=True)
 class ModuleKind:
-    """How modules of one kind hold their weight, and how their data lies.
+    """How modules of one kind hold their weight, and which dimension of their data holds the channels.
 
-    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token has one
-    vector of channels: a word, a pixel.
+    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token (a word, a
+    pixel) has one vector of channels.
     """
 
     name: str
@@ -35,7 +35,7 @@ class ModuleKind:
     rows: int = 0  # the dimension of the weight that becomes the rows: 0, or 1 where it is stored transposed
     #: how many dimensions of the data come after the channels; None: as many as the weight has after its first two
     positions: int | None = 0
-    reads_indices: bool = False  # its input is numbers of rows, not values
+    reads_indices: bool = False  # its input is indices of rows, not values
     #: the type by which readers of compressed-tensors know it; None: only ``load_checkpoint`` reads it
     stored_as: type[nn.Module] | None = None
 
@@ -46,7 +46,10 @@ def _is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
 
 def _is_of_class(module: object, package: str, name: str) -> bool:
     """Whether the module is an instance of a class, by name, so that its package need not be imported."""
-    return any((cls.__module__, cls.__name__) == (package, name) for cls in type(module).__mro__)
+    for module_class in type(module).__mro__:
+        if module_class.__module__ == package and module_class.__name__ == name:
+            return True
+    return False
 
 
 def _is_conv1d_of_transformers(module: nn.Module) -> bool:
@@ -74,10 +77,15 @@ def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
 
     None where there is no such matrix: a vector, and groups of a transposed convolution.
     """
-    rows = kind_of(module).rows
-    if weight.ndim < 2 or (rows and weight.ndim > 2 and getattr(module, "groups", 1) != 1):
+    if weight.ndim < 2:
         return None
-    return (weight.transpose(0, 1) if rows else weight).flatten(1)
+    is_transposed = kind_of(module).rows == 1
+    if not is_transposed:
+        return weight.flatten(1)
+    has_groups = getattr(module, "groups", 1) != 1
+    if weight.ndim > 2 and has_groups:
+        return None
+    return weight.transpose(0, 1).flatten(1)
 
 
 def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -88,14 +96,17 @@ def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> t
 
 
 def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
-    """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it lies so."""
+    """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it has that shape."""
     positions = _positions_of(module)
-    return value.flatten(-positions).transpose(-1, -2) if 0 < positions < value.ndim else value
+    if not 0 < positions < value.ndim:
+        return value
+    return value.flatten(-positions).transpose(-1, -2)
 
 
 def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
-    """How many tokens ``value`` has, which a module reads or writes; at least 1."""
-    return max(1, value.numel() // max(1, value.shape[-1 - _positions_of(module)]))
+    """How many tokens a module's input or output has; at least 1."""
+    channels = max(1, value.shape[-1 - _positions_of(module)])
+    return max(1, value.numel() // channels)
 
 
 def channel_axis(module: nn.Module, value: torch.Tensor) -> int:
@@ -104,7 +115,9 @@ def channel_axis(module: nn.Module, value: torch.Tensor) -> int:
 
 
 def _positions_of(module: nn.Module) -> int:
-    if (positions := kind_of(module).positions) is None:
+    """How many dimensions of the module's data come after the channels."""
+    positions = kind_of(module).positions
+    if positions is None:
         assert isinstance(module.weight, torch.Tensor)
         positions = module.weight.ndim - 2
     return positions
@@ -114,7 +127,7 @@ def is_transformers_model(module: object) -> bool:
     """Whether transformers saves and loads it.
 
     Its attributes do not tell: models of diffusers and of segmentation-models-pytorch, and every class with
-    huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` too, which are not those of transformers.
+    huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` of their own.
     """
     return _is_of_class(module, "transformers.modeling_utils", "PreTrainedModel")
 
@@ -145,6 +158,7 @@ def holds_parameters(module: nn.Module) -> bool:
 
 def count_heads(model: Any) -> dict[str, int]:
     """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint of ``model``."""
-    config = next(m.config for m in model.modules() if hasattr(m, "config")).get_text_config(decoder=True)
-    kv = get_num_kv_heads(config)
-    return {"q": get_num_attn_heads(config), "k": kv, "v": kv}
+    configs = (module.config for module in model.modules() if hasattr(module, "config"))
+    config = next(configs).get_text_config(decoder=True)
+    kv_heads = get_num_kv_heads(config)
+    return {"q": get_num_attn_heads(config), "k": kv_heads, "v": kv_heads}

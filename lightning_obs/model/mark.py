@@ -52,8 +52,11 @@ class AttributeSetting:
 
     def __init__(self, attributes: dict[str, Any], values: dict[str, Any]) -> None:
         self.names = set(values)
-        #: values from before, of the names that had one
-        self.replaced = {name: attributes[name] for name in values if name in attributes}
+        #: the values that the attributes had before; without attributes that did not exist
+        self.replaced: dict[str, Any] = {}
+        for name in values:
+            if name in attributes:
+                self.replaced[name] = attributes[name]
         attributes.update(values)
 
     def restore(self, name: str, attributes: dict[str, Any]) -> None:

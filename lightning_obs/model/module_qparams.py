@@ -33,13 +33,25 @@ from lightning_obs.model.offload import at_rest, execution_device
 from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.numerics.qparams import ATTENTION
 
-#: the attribute of a module that holds the checksums of its own parameters and buffers
+#: the attribute of a module that holds the checksums of its own parameters and buffers, by name. A plain dict: copies
+#: and pickles of a calibrated module have it, too, and need nothing of this package for it
 CHECKSUMS = "calibrated_checksums"
 SUFFIXES = ("scale", "zero_point", "global_scale")
 _ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-#: a weight ``(R, C)`` in the numbers of its format that a rounding chose, where they are not the nearest
+#: a weight ``(R, C)`` in the numbers of its format that a rounding chose, where they are not the nearest; like scales,
+#: a plain attribute that copies have
 ROUNDED = "weight_rounded"
-_QPARAMS = (*(f"{base}_{suffix}" for base in (*_ARGS, *ATTENTION) for suffix in SUFFIXES), ROUNDED)
+
+
+def _qparam_names() -> tuple[str, ...]:
+    names = []
+    for base_name in (*_ARGS, *ATTENTION):
+        for suffix in SUFFIXES:
+            names.append(f"{base_name}_{suffix}")
+    return (*names, ROUNDED)
+
+
+_QPARAMS = _qparam_names()
 _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 #: names that calibration sets on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)
@@ -68,15 +80,19 @@ def get_scheme(module: nn.Module) -> QuantizationScheme | None:
 
 
 def quantized_states(module: nn.Module) -> tuple[str, ...]:
-    """The ones of q, k, v for which a module has scales."""
-    return tuple(base for base in ATTENTION if isinstance(getattr(module, f"{base}_scale", None), torch.Tensor))
+    """The attention states (q, k, v) for which a module has scales."""
+    states = []
+    for state in ATTENTION:
+        if isinstance(getattr(module, f"{state}_scale", None), torch.Tensor):
+            states.append(state)
+    return tuple(states)
 
 
 @at_rest()
 def qparams_home(module: nn.Module) -> torch.Tensor | None:
-    """The tensor whose dtype scales are stored in, and beside which they live: the weight, or attention's first.
+    """The tensor whose dtype scales are stored in, and on whose device they are: the weight, or attention's first.
 
-    Of an offloaded module it is at rest: qparams live on the device on which the module computes.
+    The tensor of an offloaded module is at rest; its qparams are on the device on which the module computes.
     """
     weight = getattr(module, "weight", None)
     if isinstance(weight, torch.Tensor):
@@ -87,27 +103,41 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name."""
     with without_wrappers(model):
-        named = [(name, module) for name, module in model.named_modules() if get_scheme(module) is not None]
-    yield from named
+        named_modules = list(model.named_modules())
+    for name, module in named_modules:
+        if get_scheme(module) is not None:
+            yield name, module
 
 
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
     """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones."""
-    # compressed-tensors writes the format into it. pydantic's deep copy takes longer than the rest of calibrating.
-    own: dict[str, Any] = {
-        _ARGS[base]: args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
-        for base, args in scheme_args(scheme)
-    }
-    scheme = scheme.model_copy(update={**own, "targets": copy(scheme.targets)})
+    scheme = _copy_scheme(scheme)
     qparams = as_stored(module, qparams)
     _clear(module)
     for name, value in qparams.items():
         setattr(module, name, value)
-    # compressed-tensors knows no convolutions; their weights are stored like a Linear's.
-    kind = kind_of(module).stored_as or (type(module) if is_cached_attention_module(module) else nn.Linear)
-    scheme.format = storage_format(kind, scheme)
+    scheme.format = storage_format(_stored_class(module), scheme)
     module.quantization_scheme = scheme
     module.quantization_status = QuantizationStatus.FROZEN
+
+
+def _copy_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
+    """A copy for one module, into which compressed-tensors may write a format.
+
+    pydantic's deep copy takes longer than the rest of calibrating.
+    """
+    fields: dict[str, Any] = {"targets": copy(scheme.targets)}
+    for base_name, args in scheme_args(scheme):
+        fields[_ARGS[base_name]] = args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
+    return scheme.model_copy(update=fields)
+
+
+def _stored_class(module: nn.Module) -> type[nn.Module]:
+    """The class for which compressed-tensors knows a format: a convolution's weight is stored like a Linear's."""
+    stored_class = kind_of(module).stored_as
+    if stored_class is not None:
+        return stored_class
+    return type(module) if is_cached_attention_module(module) else nn.Linear
 
 
 def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
@@ -134,13 +164,15 @@ def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, 
     They are on its weight's device (attention: its first parameter's; an offloaded module: where it computes). Scales
     are in the weight's dtype, as compressed-tensors stores them, global scales in float32.
     """
-    home, stored = qparams_home(module), {}
-    device = _device_of_qparams(module)
+    home = qparams_home(module)
+    scale_dtype = home.dtype if home is not None and home.is_floating_point() else None
+    qparams_device = _device_of_qparams(module)
+    stored = {}
     for name, value in qparams.items():
-        in_weights_dtype = name.endswith("_scale") and not name.endswith("_global_scale")
-        dtype = home.dtype if home is not None and home.is_floating_point() and in_weights_dtype else value.dtype
-        where = device or value.device
-        stored[name] = value.detach().to(where, dtype, non_blocking=where.type != "cpu", copy=True)
+        is_scale = name.endswith("_scale") and not name.endswith("_global_scale")
+        dtype = scale_dtype if is_scale and scale_dtype is not None else value.dtype
+        device = qparams_device or value.device
+        stored[name] = value.detach().to(device, dtype, non_blocking=device.type != "cpu", copy=True)
     return stored
 
 
@@ -149,28 +181,38 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 
     ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
     """
-    own = _own_names(module)
-    found = {name: getattr(module, name) for name in _QPARAMS if name in own}
-    qparams = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+    qparams: dict[str, torch.Tensor] = {}
+    attribute_names = _attribute_names(module)
+    for name in _QPARAMS:
+        if name in attribute_names:
+            value = getattr(module, name)
+            if isinstance(value, torch.Tensor):
+                qparams[name] = value
     device = _device_of_qparams(module) if qparams else None
-    return qparams if device is None else {n: v.to(device) for n, v in qparams.items()}
+    if device is None:
+        return qparams
+    return {name: value.to(device) for name, value in qparams.items()}
 
 
 def move_qparams(module: nn.Module) -> None:
-    """Let a module hold its quantization parameters where :func:`read_qparams` gives them."""
+    """Move a module's quantization parameters to its weight's device, as :func:`read_qparams` gives them."""
     with torch.inference_mode(False):
         for name, value in read_qparams(module).items():
             setattr(module, name, value)
 
 
 def _device_of_qparams(module: nn.Module) -> torch.device | None:
+    """Where a module computes if it is dispatched, else where its weight is; None: it has neither."""
+    if any(is_dispatched(inner) for inner in module.modules()):
+        device = execution_device(module)
+        if device is not None:
+            return device
     home = qparams_home(module)
-    device = execution_device(module) if any(map(is_dispatched, module.modules())) else None
-    return home.device if home is not None and device is None else device
+    return None if home is None else home.device
 
 
-def _own_names(module: nn.Module) -> set[str]:
-    """The module's own attributes and buffers. ``getattr`` would be slow for names that the module lacks."""
+def _attribute_names(module: nn.Module) -> set[str]:
+    """Names of the module's attributes, parameters and buffers; ``getattr`` is slow for a name that a module lacks."""
     return {*vars(module), *module._parameters, *module._buffers}
 
 
@@ -181,33 +223,51 @@ def clear_qparams(module: nn.Module) -> None:
 
 
 def _clear(module: nn.Module) -> None:
-    known = QuantizationMetadata.all_qparam_names()  # of attention's, k_scale and v_scale only
-    for name in _own_names(module).intersection((*known, *_QPARAMS)):
-        if name in known or name not in module._parameters:  # a parameter of another name would be the model's own
+    """Remove qparams and scheme, but not the checksums."""
+    # The parameters that compressed-tensors may have registered. A parameter of another name is the model's own.
+    registered_names = QuantizationMetadata.all_qparam_names()
+    for name in _attribute_names(module).intersection((*registered_names, *_QPARAMS)):
+        if name in registered_names or name not in module._parameters:
             delattr(module, name)
     for name in _SCHEME:
         vars(module).pop(name, None)
 
 
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
-    """The calibration that modules hold now, for :func:`put_back`, not copied; ``only``: the modules with qparams."""
+    """The calibration that modules hold now, for :func:`put_back`; its values are not copied.
+
+    Args:
+        model: any module.
+        only: the modules whose qparams are taken; of all others the checksums are. None: all modules.
+    """
     calibration: Calibration = {}
     for module in model.modules():
-        names = (CHECKSUMS,) if only is not None and module not in only else (*CALIBRATED, CHECKSUMS)
-        calibration[module] = {n: own[n] for own in (vars(module), module._buffers) for n in names if n in own}
+        names: tuple[str, ...] = (CHECKSUMS,)
+        if only is None or module in only:
+            names = (*CALIBRATED, CHECKSUMS)
+        values = {}
+        for name in names:
+            if name in vars(module):
+                values[name] = vars(module)[name]
+            elif name in module._buffers:
+                values[name] = module._buffers[name]
+        calibration[module] = values
     return calibration
 
 
 def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
     """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it."""
-    own = calibration.get(module, {})
-    return {n: v for n, v in own.items() if n in _QPARAMS and isinstance(v, torch.Tensor)}
+    qparams = {}
+    for name, value in calibration.get(module, {}).items():
+        if name in _QPARAMS and isinstance(value, torch.Tensor):
+            qparams[name] = value
+    return qparams
 
 
 def put_back(calibration: Calibration) -> None:
     """Restore the calibration that modules had when :func:`calibration_of` was called."""
-    for module, before in calibration.items():
+    for module, values in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):
             module._buffers.pop(name, None)
             vars(module).pop(name, None)
-        vars(module).update(before)
+        vars(module).update(values)

@@ -74,9 +74,9 @@ def brought_in(module: nn.Module) -> AbstractContextManager[None]:
     owner = brought_in_by(module)
     hook = _hook_of(owner)
     if hook is not None:
-        own_tensors = _own_tensors(owner, recurse=hook.place_submodules)
-        if any(tensor.is_meta for tensor in own_tensors):
-            return _brought_in_by_hook(owner, hook)
+        for tensor in _own_tensors(owner, recurse=hook.place_submodules):
+            if tensor.is_meta:
+                return _brought_in_by_hook(owner, hook)
     caches = _caches_of(module)
     if caches:
         return _brought_in_by_caches(module, caches)
@@ -198,11 +198,12 @@ def _hook_of(module: nn.Module) -> Any:
 
 
 def _caches_of(module: nn.Module) -> dict[str, Any]:
-    """The caches of compressed-tensors in the places of the module's ``_parameters`` and ``_buffers``."""
-    attributes = vars(module)
-    return {
-        name: attributes[name] for name in ("_parameters", "_buffers") if isinstance(attributes[name], OffloadCache)
-    }
+    """The caches that compressed-tensors has put in the places of the module's ``_parameters`` and ``_buffers``."""
+    caches = {}
+    for table in ("_parameters", "_buffers"):
+        if isinstance(vars(module)[table], OffloadCache):
+            caches[table] = vars(module)[table]
+    return caches
 
 
 def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:

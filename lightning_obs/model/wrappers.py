@@ -1,13 +1,13 @@
-"""Modules that stand around another one and run it: wrappers, and LoRA layers of peft.
+"""Modules that hold another module and run it: wrappers, and LoRA layers of peft.
 
-Wrappers come from Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and peft's around a module that it
-trains whole (``modules_to_save``), which runs its copy of the module. They stand in names
-(``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded. Whoever reads
-names, or wants a ``state_dict`` that gathers nothing, does it :func:`without_wrappers`.
+Wrappers come from Fabric, DDP, FSDP1, torch.compile, activation checkpointing, and from peft around a module that it
+trains whole (``modules_to_save``), where the wrapper runs a copy of the module. Their attributes are parts of names
+(``layers.0._fsdp_wrapped_module.fc1``), so targets would not match and a checkpoint could not be loaded. Code that
+reads names, or needs a ``state_dict`` that gathers nothing, runs inside :func:`without_wrappers`.
 
-A LoRA layer is exported as the sum of base weight and adapters (``merge_and_unload``), quantized. So the base layer is
-planned, which remains after merging, and its weight is the sum, computed as by peft's ``merge``. peft is not imported;
-its layers are known by their public attributes.
+A LoRA layer is exported as the quantized sum of base weight and adapters, as after peft's ``merge_and_unload``. So a
+plan has the base layer, which remains after merging, and its weight is the sum, computed as by peft's ``merge``. peft
+is not imported; its layers are recognized by their public attributes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_
 
 
 def inside(module: nn.Module) -> nn.Module | None:
-    """The module that a wrapper stands around, itself perhaps a wrapper; None if the module is none."""
+    """The module in a wrapper, which may be a wrapper, too; None if ``module`` is no wrapper."""
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module.module
     if {"original_module", "modules_to_save"} <= module._modules.keys():
@@ -34,7 +34,10 @@ def inside(module: nn.Module) -> nn.Module | None:
         assert isinstance(copies, nn.ModuleDict)
         active = [name for name in module.active_adapters if name in copies]  # type: ignore[union-attr]
         return copies[active[0]] if active else module._modules["original_module"]
-    return next((module._modules[key] for key in _INSIDE if key in module._modules), None)
+    for attribute in _INSIDE:
+        if attribute in module._modules:
+            return module._modules[attribute]
+    return None
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -45,29 +48,41 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
     """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run."""
-    return _replaced(model, lambda module: unwrapped(module) if inside(module) is not None else None)
+
+    def core_of(module: nn.Module) -> nn.Module | None:
+        return None if inside(module) is None else unwrapped(module)
+
+    return _replaced(model, core_of)
 
 
 def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """As :func:`without_wrappers`: base layers stand in the places of LoRA layers, as in the merged model."""
-    return _replaced(model, lambda module: module.get_submodule("base_layer") if is_adapted(module) else None)
+    """Put base layers in the places of LoRA layers inside the ``with`` block, as in the merged model."""
+
+    def base_layer_of(module: nn.Module) -> nn.Module | None:
+        return module.get_submodule("base_layer") if is_adapted(module) else None
+
+    return _replaced(model, base_layer_of)
 
 
 @contextmanager
 def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
-    places = [
-        (parent, name, child, core)
-        for parent in model.modules()
-        if core_of(parent) is None
-        for name, child in parent._modules.items()
-        if child is not None and (core := core_of(child)) is not None
-    ]
+    """Inside the ``with`` block, put ``core_of`` of each submodule that has one in the submodule's place."""
+    cores: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    for parent in model.modules():
+        if core_of(parent) is not None:
+            continue
+        for name, child in parent._modules.items():
+            core = None if child is None else core_of(child)
+            if child is not None and core is not None:
+                cores.append((parent, name, core))
+                replaced.append((parent, name, child))
     try:
-        for parent, name, _, core in places:
+        for parent, name, core in cores:
             parent._modules[name] = core
         yield
     finally:
-        for parent, name, child, _ in places:
+        for parent, name, child in replaced:
             parent._modules[name] = child
 
 
@@ -76,9 +91,9 @@ def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]
 
 def is_adapted(module: nn.Module) -> bool:
     """Whether the module is a LoRA layer around a Linear."""
-    return isinstance(getattr(module, "base_layer", None), nn.Linear) and all(
-        hasattr(module, name) for name in ("get_delta_weight", "active_adapters", "merged", "lora_A")
-    )
+    if not isinstance(getattr(module, "base_layer", None), nn.Linear):
+        return False
+    return all(hasattr(module, name) for name in ("get_delta_weight", "active_adapters", "merged", "lora_A"))
 
 
 def register_adapters(model: nn.Module) -> list[str]:
@@ -113,9 +128,9 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def drops_inputs(layer: nn.Module | None) -> bool:
-    """Whether a LoRA layer drops inputs of its adapters in training, where it then is no sum with the base weight.
+    """Whether a LoRA layer drops inputs of its adapters in training, where merged adapters would compute otherwise.
 
-    In evaluation mode nothing is dropped. None, in place of a layer, has no adapters.
+    In evaluation mode nothing is dropped. ``layer`` is None for a module without adapters.
     """
     dropouts = getattr(layer, "lora_dropout", nn.ModuleDict())
     return any(getattr(dropout, "p", 0) > 0 for dropout in dropouts.values())
@@ -131,6 +146,12 @@ def _why_not_mergeable(layer: nn.Module) -> str | None:
 
 
 def inside_adapted(model: nn.Module) -> set[str]:
-    """Names of the modules that LoRA layers are made of; they are not modules of the merged model."""
-    adapted = [(name, module) for name, module in model.named_modules() if is_adapted(module)]
-    return {inner for name, module in adapted for inner, m in module.named_modules(prefix=name) if m is not module}
+    """Names of the modules in LoRA layers (base layers, adapters), which the merged model does not have."""
+    names: set[str] = set()
+    for layer_name, layer in model.named_modules():
+        if not is_adapted(layer):
+            continue
+        for name, module in layer.named_modules(prefix=layer_name):
+            if module is not layer:
+                names.add(name)
+    return names

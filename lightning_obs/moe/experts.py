@@ -12,7 +12,7 @@ model's config asks for.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from lightning_obs.model.weight import whole_shape
 class LinearExpert(nn.Module):
     """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
-    ``projections`` are names by role (``gate``, ``up``, ``down``), ``layers`` the Linear of each role. Of the stacked
-    module, ``origin``, the activation function and gating are used.
+    Args:
+        origin: the stacked module; its activation function and gating are used. It is not a submodule.
+        projections: the submodules' names by role: gate (where there is one), up and down.
+        layers: the Linear of each role.
     """
 
     origin: nn.Module
@@ -39,20 +41,33 @@ class LinearExpert(nn.Module):
         for role, name in projections.items():
             self.add_module(name, layers[role])
         self.projections = projections
-        vars(self)["origin"] = origin  # not a submodule
+        vars(self)["origin"] = origin  # nn.Module would register it as a submodule
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
         origin: Any = self.origin
-        layers: dict[str, Any] = {role: self._modules[name] for role, name in self.projections.items()}
-        up = layers["up"](hidden_states)
-        inner = _gated(origin, layers["gate"](hidden_states), up) if "gate" in layers else origin.act_fn(up)
-        output = layers["down"](inner)
-        return origin.post_expert_norm(output) if getattr(origin, "has_post_expert_norm", False) else output
+        up = self._project("up", hidden_states)
+        if "gate" in self.projections:
+            inner = _gated(origin, self._project("gate", hidden_states), up)
+        else:
+            inner = origin.act_fn(up)
+        output = self._project("down", inner)
+        if getattr(origin, "has_post_expert_norm", False):
+            return origin.post_expert_norm(output)
+        return output
+
+    def _project(self, role: str, value: torch.Tensor) -> torch.Tensor:
+        layer: Any = self._modules[self.projections[role]]  # may have been replaced since, by an adapter
+        return layer(value)
 
 
 class LinearExperts(nn.Module):
-    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`."""
+    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`.
+
+    Args:
+        origin: the stacked module; its config, submodules and training mode are taken over.
+        experts: in order.
+    """
 
     def __init__(self, origin: nn.Module, experts: list[LinearExpert]) -> None:
         super().__init__()
@@ -64,7 +79,8 @@ class LinearExperts(nn.Module):
             self.add_module(name, child)
         #: while an expert runs, the indices ``(n,)`` of its tokens in the running call, on the host; None otherwise
         self.rows: torch.Tensor | None = None
-        self.total = 0  # how many tokens the last call had
+        #: number of tokens of the last call
+        self.total = 0
         self.train(origin.training)
 
     @property
@@ -79,23 +95,31 @@ class LinearExperts(nn.Module):
 
         Args:
             hidden_states: ``(tokens, hidden)``.
-            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last one selects none.
+            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last expert selects none.
             top_k_weights: ``(tokens, k)``.
         """
         output = torch.zeros_like(hidden_states)
         self.total = len(hidden_states)
+        divisor = max(1, self.total)
         try:
-            chosen = top_k_index.T.flatten().cpu()  # only the router knows how many tokens an expert gets: one wait
-            order = chosen.argsort(stable=True)
-            indices, counts = chosen[order].unique_consecutive(return_counts=True)
-            sent = order.to(output.device, non_blocking=True)
-            rows, lengths = sent % max(1, self.total), counts.tolist()
-            weights = top_k_weights[rows, sent // max(1, self.total), None]
-            parts = (order % max(1, self.total)).split(lengths), rows.split(lengths), weights.split(lengths)
-            for index, self.rows, own, weight in zip(indices.tolist(), *parts, strict=True):
-                if 0 <= index < self.num_experts:
-                    given = self.get_submodule(str(index))(hidden_states[own]) * weight
-                    output.index_add_(0, own, given.to(output.dtype))
+            # Only the router knows how many tokens each expert has, so the host waits for it, once.
+            selected = top_k_index.T.flatten().cpu()  # (k * tokens,): all first choices, all second choices, ...
+            order = selected.argsort(stable=True)
+            indices, counts = selected[order].unique_consecutive(return_counts=True)
+            lengths = counts.tolist()
+            order_on_device = order.to(output.device, non_blocking=True)
+            rows = order_on_device % divisor
+            choices = order_on_device // divisor
+            weights = top_k_weights[rows, choices, None]
+            host_rows = (order % divisor).split(lengths)
+            segments = zip(indices.tolist(), host_rows, rows.split(lengths), weights.split(lengths), strict=True)
+            for index, expert_host_rows, expert_rows, expert_weights in segments:
+                if index < 0 or index >= self.num_experts:
+                    continue
+                self.rows = expert_host_rows
+                expert = self.get_submodule(str(index))
+                weighted = expert(hidden_states[expert_rows]) * expert_weights
+                output.index_add_(0, expert_rows, weighted.to(output.dtype))
         finally:
             self.rows = None
         return output
@@ -104,15 +128,16 @@ class LinearExperts(nn.Module):
 class SortedExperts(LinearExperts):
     """Experts of Llama 4: each gets every token, multiplied by its router weight, which is zero unless it is selected.
 
-    They compute zeros too, as transformers does, so a reloaded model gives the same bits; with ``only_sent``, while
-    observers watch, only the other tokens, of which alone the outputs are not zero.
+    They compute on the zeros too, as transformers does, so that a reloaded model gives the same bits. While observers
+    watch, ``only_sent`` is on: an expert runs on the tokens that were sent to it, and all other outputs are zero.
     """
 
     only_sent = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
         """``(experts x tokens, hidden)``, sorted by expert, to the same shape."""
-        tokens = hidden_states.view(self.num_experts, -1, hidden_states.shape[-1])
+        width = hidden_states.shape[-1]
+        tokens = hidden_states.view(self.num_experts, -1, width)
         output = torch.zeros_like(tokens)
         if not self.only_sent:
             for index, expert in enumerate(self.experts):
@@ -120,11 +145,16 @@ class SortedExperts(LinearExperts):
             return output.view_as(hidden_states)
         self.total = tokens.shape[1]
         try:
-            chosen, rows = tokens.any(-1).cpu().nonzero(as_tuple=True)  # one wait for all experts
-            indices, counts = chosen.unique_consecutive(return_counts=True)
-            parts = (each.split(counts.tolist()) for each in (rows, rows.to(tokens.device, non_blocking=True)))
-            for index, self.rows, own in zip(indices.tolist(), *parts, strict=True):
-                output[index, own] = self.get_submodule(str(index))(tokens[index, own])
+            is_sent = tokens.any(-1).cpu()  # one wait for all experts
+            expert_of_token, host_rows = is_sent.nonzero(as_tuple=True)
+            indices, counts = expert_of_token.unique_consecutive(return_counts=True)
+            lengths = counts.tolist()
+            rows = host_rows.to(tokens.device, non_blocking=True)
+            segments = zip(indices.tolist(), host_rows.split(lengths), rows.split(lengths), strict=True)
+            for index, expert_host_rows, expert_rows in segments:
+                self.rows = expert_host_rows
+                expert = self.get_submodule(str(index))
+                output[index, expert_rows] = expert(tokens[index, expert_rows])
         finally:
             self.rows = None
         return output.view_as(hidden_states)
@@ -151,27 +181,28 @@ def linearize_experts(model: nn.Module) -> list[str]:
             outputs would not stay the same. Layers before it are replaced then.
     """
     require_transformers(model)
-    done = []
-    checked: set[type[nn.Module]] = set()
-    names: dict[int, list[str]] = {}
+    replaced = []
+    compared: set[type[nn.Module]] = set()
+    names_of: dict[int, list[str]] = {}  # of each module object, which a model may hold under several names
     for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(id(module), []).append(name)
+        names_of.setdefault(id(module), []).append(name)
     projections = hub_names(model)
     for name, module in fused_experts(model).items():
         if not name:
             raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
-        _require_known(name, module)
+        _require_known_layout(name, module)
+        _require_plain_parameters(name, module)
         experts = _build(module, projections[name])
-        if type(module) not in checked:
-            _require_same(name, module, experts)
-            checked.add(type(module))
+        if type(module) not in compared:
+            _require_same_outputs(name, module, experts)
+            compared.add(type(module))
         for key in list(dict(module.named_parameters(recurse=False))):
             delattr(module, key)
-        for known_as in names[id(module)]:
-            parent, _, leaf = known_as.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, experts)
-        done.append(name)
-    return done
+        for alias in names_of[id(module)]:
+            parent_name, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(parent_name), leaf, experts)
+        replaced.append(name)
+    return replaced
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
@@ -186,9 +217,10 @@ def linear_experts(model: nn.Module) -> dict[str, LinearExperts]:
 
 def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules under the parent of ``name``, by their full names. The router of experts is one of them."""
-    parent = name.rpartition(".")[0]
-    for leaf, module in model.get_submodule(parent).named_children():
-        yield (f"{parent}.{leaf}" if parent else leaf), module
+    parent_name = name.rpartition(".")[0]
+    prefix = f"{parent_name}." if parent_name else ""
+    for leaf, module in model.get_submodule(parent_name).named_children():
+        yield prefix + leaf, module
 
 
 def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
@@ -196,41 +228,51 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
 
     As transformers' loader knows them; ``gate_proj``, ``up_proj`` and ``down_proj`` where it knows none.
     """
-    found = {}
     stacked = fused_experts(model)
-    sources = stacked_weights(
-        model, [f"{name}.{key}" for name in stacked for key in ("gate_up_proj", "up_proj", "down_proj")]
-    )
+    parameters = []
+    for name in stacked:
+        for key in ("gate_up_proj", "up_proj", "down_proj"):
+            parameters.append(f"{name}.{key}")
+    sources = stacked_weights(model, parameters)
+    names = {}
     for name, module in stacked.items():
-        inputs, roles = ("gate_up_proj", ("gate", "up")) if hasattr(module, "gate_up_proj") else ("up_proj", ("up",))
-        found[name] = {role: f"{role}_proj" for role in (*roles, "down")}
-        found[name].update(zip(roles, sources.get(f"{name}.{inputs}", ()), strict=False))
-        found[name].update(zip(["down"], sources.get(f"{name}.down_proj", ()), strict=False))
-    return found
+        first_roles = ("gate", "up") if _joins_gate_and_up(module) else ("up",)
+        first_sources = sources.get(f"{name}.{_first_stack(module)}", ())
+        down_sources = sources.get(f"{name}.down_proj", ())
+        projections = {role: f"{role}_proj" for role in (*first_roles, "down")}
+        projections.update(zip(first_roles, first_sources, strict=False))
+        projections.update(zip(["down"], down_sources, strict=False))
+        names[name] = projections
+    return names
 
 
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The experts of every layer, by the name of the module that holds them.
 
-    That is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
+    Either a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LinearExperts):
             containers[name] = module.experts
-        elif isinstance(module, nn.ModuleList) and name.rpartition(".")[2] == "experts" and len(module) > 1:
-            containers[name] = list(module)
+        elif isinstance(module, nn.ModuleList):
+            is_called_experts = name.rpartition(".")[2] == "experts"
+            if is_called_experts and len(module) > 1:
+                containers[name] = list(module)
     return containers
 
 
 def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
-    """Layers whose experts have modules that will be quantized and modules that will not."""
-    split = []
+    """Layers whose experts have modules that will be quantized (``planned``) and modules that will not."""
+    layers = []
     for name, experts in linear_experts(model).items():
-        linears = [f"{name}.{n}" for n, m in experts.named_modules() if isinstance(m, nn.Linear)]
-        if 0 < sum(linear in planned for linear in linears) < len(linears):
-            split.append(name)
-    return split
+        is_planned = set()
+        for leaf, module in experts.named_modules():
+            if isinstance(module, nn.Linear):
+                is_planned.add(f"{name}.{leaf}" in planned)
+        if is_planned == {True, False}:
+            layers.append(name)
+    return layers
 
 
 def routers(model: nn.Module) -> list[str]:
@@ -240,10 +282,12 @@ def routers(model: nn.Module) -> list[str]:
     """
     names = []
     for name, experts in linear_experts(model).items():
-        for other, module in modules_beside(model, name):
-            shape = whole_shape(module, "weight") if isinstance(getattr(module, "weight", None), nn.Parameter) else ()
-            if shape and shape[0] == experts.num_experts and not isinstance(module, nn.Linear):
-                names.append(other)
+        for sibling_name, module in modules_beside(model, name):
+            if isinstance(module, nn.Linear) or not isinstance(getattr(module, "weight", None), nn.Parameter):
+                continue
+            shape = whole_shape(module, "weight")
+            if shape and shape[0] == experts.num_experts:
+                names.append(sibling_name)
     return names
 
 
@@ -251,102 +295,168 @@ def routers(model: nn.Module) -> list[str]:
 
 
 def _stacks_experts(name: str, module: nn.Module) -> bool:
-    named = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__ or hasattr(module, "num_experts")
-    return named and any(len(whole_shape(module, key) or ()) == 3 for key, _ in module.named_parameters(recurse=False))
+    is_named_so = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+    if not is_named_so and not hasattr(module, "num_experts"):
+        return False
+    for key, _ in module.named_parameters(recurse=False):
+        shape = whole_shape(module, key)
+        if shape is not None and len(shape) == 3:
+            return True
+    return False
 
 
-def _require_known(name: str, module: nn.Module) -> None:
+def _joins_gate_and_up(module: nn.Module) -> bool:
+    return hasattr(module, "gate_up_proj")
+
+
+def _first_stack(module: nn.Module) -> str:
+    """The name of the parameter that multiplies the hidden states."""
+    return "gate_up_proj" if _joins_gate_and_up(module) else "up_proj"
+
+
+def _require_known_layout(name: str, module: nn.Module) -> None:
+    """Raise a CalibrationError for parameters with other names, or a forward with other arguments, than are known."""
     parameters = dict(module.named_parameters(recurse=False))
-    suffixes = ("", "_bias") if getattr(module, "has_bias", False) else ("",)
-    inputs = "gate_up_proj" if hasattr(module, "gate_up_proj") else "up_proj"
-    expected = {name + suffix for name in (inputs, "down_proj") for suffix in suffixes}
-    is_called_as_known = len(inspect.signature(module.forward).parameters) > 2 or _is_sorted(module)
-    if set(parameters) != expected or not is_called_as_known:
-        raise CalibrationError(
-            "stacked experts in a layout that is not known",
-            where=[f"{name} ({type(module).__name__})"],
-            got=", ".join(f"{key} {tuple(value.shape)}" for key, value in parameters.items()),
-            expected="gate_up_proj and down_proj, called with (hidden_states, top_k_index, top_k_weights)",
-            remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
-        )
-    unusual = [key for key, value in parameters.items() if not value.is_floating_point() or value.itemsize < 2]
-    sharded = [key for key, value in parameters.items() if isinstance(value, DTensor)]
-    if unusual or sharded or is_dispatched(module) or getattr(module, "_is_expert_parallel", False):
+    expected = {_first_stack(module), "down_proj"}
+    if getattr(module, "has_bias", False):
+        expected |= {f"{key}_bias" for key in expected}
+    takes_router_weights = len(inspect.signature(module.forward).parameters) > 2
+    if set(parameters) == expected and (takes_router_weights or _is_sorted(module)):
+        return
+    shapes = [f"{key} {tuple(value.shape)}" for key, value in parameters.items()]
+    raise CalibrationError(
+        "stacked experts in a layout that is not known",
+        where=[f"{name} ({type(module).__name__})"],
+        got=", ".join(shapes),
+        expected="gate_up_proj and down_proj, called with (hidden_states, top_k_index, top_k_weights)",
+        remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
+    )
+
+
+def _require_plain_parameters(name: str, module: nn.Module) -> None:
+    """Raise a CalibrationError for parameters that are quantized, sharded or offloaded."""
+    quantized = []
+    sharded = []
+    parameters = dict(module.named_parameters(recurse=False))
+    for key, value in parameters.items():
+        if not value.is_floating_point() or value.itemsize < 2:
+            quantized.append(key)
+        if isinstance(value, DTensor):
+            sharded.append(key)
+    is_elsewhere = is_dispatched(module) or getattr(module, "_is_expert_parallel", False)
+    if quantized or sharded or is_elsewhere:
         raise CalibrationError(
             "stacked experts are quantized, sharded or offloaded, and cannot be taken apart",
-            where=[f"{name}.{key}" for key in unusual or sharded or parameters],
+            where=[f"{name}.{key}" for key in quantized or sharded or parameters],
             expected="plain floating point parameters",
             remedy="load the model in full precision and whole, call linearize_experts, then distribute it.",
         )
 
 
 def _is_sorted(module: nn.Module) -> bool:
+    """Whether a module expects its tokens sorted by expert, as Llama 4's does."""
     return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
 
 
-def _build(module: nn.Module, names: dict[str, str]) -> LinearExperts:
+def _build(module: nn.Module, projections: dict[str, str]) -> LinearExperts:
+    """The experts of a stacked module as Linears, with copies of its weights."""
     stacks = dict(module.named_parameters(recurse=False))
-
-    def taken(role: str, suffix: str, index: int) -> nn.Parameter:
-        joined = role != "down" and "gate_up_proj" in stacks
-        stack = stacks[("gate_up_proj" if joined else f"{role}_proj") + suffix]
-        rows = rows_of_expert(module, stack.detach()[index], role, joined, bool(suffix))
-        return nn.Parameter(rows.clone(memory_format=torch.contiguous_format), stack.requires_grad)
-
     experts = []
     for index in range(len(stacks["down_proj"])):
         layers = {}
-        for role in names:
-            weight, bias = taken(role, "", index), getattr(module, "has_bias", False)
-            layers[role] = nn.Linear(weight.shape[1], weight.shape[0], bias, device="meta", dtype=weight.dtype)
-            layers[role].weight = weight
-            if bias:
-                layers[role].bias = taken(role, "_bias", index)
-        experts.append(LinearExpert(module, names, layers))
-    return (SortedExperts if _is_sorted(module) else LinearExperts)(module, experts)
+        for role in projections:
+            weight = _copied_rows(module, stacks, role, index, is_bias=False)
+            rows, columns = weight.shape
+            has_bias = getattr(module, "has_bias", False)
+            layer = nn.Linear(columns, rows, has_bias, device="meta", dtype=weight.dtype)
+            layer.weight = weight
+            if has_bias:
+                layer.bias = _copied_rows(module, stacks, role, index, is_bias=True)
+            layers[role] = layer
+        experts.append(LinearExpert(module, projections, layers))
+    container = SortedExperts if _is_sorted(module) else LinearExperts
+    return container(module, experts)
+
+
+def _copied_rows(
+    module: nn.Module, stacks: Mapping[str, nn.Parameter], role: str, index: int, is_bias: bool
+) -> nn.Parameter:
+    """A copy of the weight, or bias, of an expert's projection, from the stack that holds it."""
+    joined = role != "down" and _joins_gate_and_up(module)
+    key = "gate_up_proj" if joined else f"{role}_proj"
+    stack = stacks[f"{key}_bias" if is_bias else key]
+    rows = rows_of_expert(module, stack.detach()[index], role, joined, is_bias)
+    return nn.Parameter(rows.clone(memory_format=torch.contiguous_format), stack.requires_grad)
 
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
-    """The rows (output channels) of an expert's projection (gate, up, down), a view of the expert's item in a stack.
+    """The rows (output channels) of an expert's projection, a view of the expert's item in a stack.
 
-    ``origin`` is the stacked module, which tells the layout; ``joined``: the stack holds gate and up together.
+    Args:
+        origin: the stacked module, which tells the layout.
+        item: the expert's ``(rows, columns)`` of a stack, transposed in some layouts; of a bias, ``(rows,)``.
+        role: gate, up or down.
+        joined: whether the stack holds gate and up together.
+        is_bias: whether the stack holds biases.
     """
-    rows = item.T if getattr(origin, "is_transposed", _is_sorted(origin)) and not is_bias else item
+    is_transposed = getattr(origin, "is_transposed", _is_sorted(origin))
+    rows = item.T if is_transposed and not is_bias else item
     if not joined:
         return rows
-    place = ("gate", "up").index(role)
-    return rows.chunk(2)[place] if getattr(origin, "is_concatenated", True) else rows[place::2]
+    position = ("gate", "up").index(role)
+    if getattr(origin, "is_concatenated", True):
+        return rows.chunk(2)[position]
+    return rows[position::2]  # interleaved
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    apply = getattr(type(origin), "_apply_gate", None)
-    if apply is None or apply.__name__ == "_default_apply_gate":
+    """The product of the activated gate and up, computed as the stacked module does."""
+    apply_gate = getattr(type(origin), "_apply_gate", None)
+    if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
         return origin.act_fn(gate) * up
     if getattr(origin, "is_concatenated", True):
         return origin._apply_gate(torch.cat([gate, up], dim=-1))
-    return origin._apply_gate(torch.stack([gate, up], dim=-1).flatten(-2))
+    interleaved = torch.stack([gate, up], dim=-1).flatten(-2)
+    return origin._apply_gate(interleaved)
 
 
-def _require_same(name: str, module: nn.Module, experts: LinearExperts) -> None:
-    """Compare outputs on a few tokens: a class may compute something else with parameters of the same names."""
+def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) -> None:
+    """Compare outputs on a few tokens: a class may compute something else with parameters of the same names.
+
+    Raises:
+        CalibrationError: the Linears' outputs differ from the stacked module's.
+    """
     weight = next(module.parameters(recurse=False))
     if weight.is_meta:
         return
-    width = next(m for m in experts.modules() if isinstance(m, nn.Linear)).in_features
     with torch.inference_mode(False), torch.no_grad():
-        # Not random: the caller's random number generator is not advanced.
-        count = 8 * experts.num_experts if _is_sorted(module) else 8
-        tokens = torch.linspace(0, 97, count * width, dtype=torch.float64).sin().view(count, width).to(weight)
-        index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
-        share = torch.full((8, 2), 0.5, dtype=weight.dtype, device=weight.device)
-        inputs = (tokens,) if _is_sorted(module) else (tokens, index, share)
-        expected = inspect.unwrap(type(module).forward)(module, *inputs).double()
-        got = experts(*inputs).double()
+        inputs = _sample_inputs(module, experts, weight)
+        stacked_forward = inspect.unwrap(type(module).forward)
+        expected = stacked_forward(module, *inputs).double()
+        error = (experts(*inputs).double() - expected).norm()
+        size = expected.norm()
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
-    if bool(torch.isfinite(expected).all()) and (got - expected).norm() > tolerance * expected.norm():
+    if bool(expected.isfinite().all()) and error > tolerance * size:
         raise CalibrationError(
             "stacked experts do not compute what their parameters' names say",
             where=[f"{name} ({type(module).__name__})"],
-            got=f"outputs that differ by {float((got - expected).norm() / expected.norm()):.1%}",
+            got=f"outputs that differ by {float(error / size):.1%}",
             remedy="leave them in full precision: list them in `ignore` (`re:.*experts`).",
         )
+
+
+def _sample_inputs(module: nn.Module, experts: LinearExperts, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Eight tokens, with two experts each, in the dtype of a weight and on its device.
+
+    They are not random, so that the caller's random number generator is not advanced.
+    """
+    first_layer = next(layer for layer in experts.modules() if isinstance(layer, nn.Linear))
+    width = first_layer.in_features
+    count = 8 * experts.num_experts if _is_sorted(module) else 8
+    values = torch.linspace(0, 97, count * width, dtype=torch.float64).sin()
+    tokens = values.view(count, width).to(weight)
+    if _is_sorted(module):
+        return (tokens,)
+    top_k_index = torch.arange(16, device=weight.device).view(8, 2) % experts.num_experts
+    top_k_weights = torch.full_like(top_k_index, 0.5, dtype=weight.dtype)
+    return tokens, top_k_index, top_k_weights

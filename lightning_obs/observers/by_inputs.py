@@ -16,7 +16,7 @@ from lightning_obs.numerics.many_tensors import all_zero
 from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
 from lightning_obs.observers.search_options import divides_in_blocks, options_of
 from lightning_obs.observers.statistic import Statistic, input_statistics, lacks_inputs, observing
 
@@ -38,7 +38,7 @@ class ByInputsObserver(Observer):
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = MemorylessMSEObserver.statistics
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         **(MemorylessMSEObserver.hyperparameters or {}),
         "strict": True,
         "weigh_tokens": False,
@@ -67,7 +67,8 @@ class ByInputsObserver(Observer):
         with observing(self):
             moments = relative_moments(self)
             if moments is not None:
-                self.combine(self.search_by_moments(moments.to(value.device), value, g_idx))
+                moments = moments.to(value.device)
+                self.combine(self.search_by_moments(moments, value, g_idx))
             elif divides_in_blocks(value, self.args):
                 self.combine(self.measure(value))
             else:
@@ -82,7 +83,8 @@ class ByInputsObserver(Observer):
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
         """The candidates for an observed weight, and the error that is to be least."""
-        return options_of(self, to_the_end=True).search_on(NumberGrid.of(self.args, self.signed))
+        options = options_of(self, to_the_end=True)
+        return options.search_on(NumberGrid.of(self.args, self.signed))
 
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
         """The range of a weight ``(R, C)`` by the moments of its inputs, which :func:`relative_moments` gives."""
@@ -92,9 +94,10 @@ class ByInputsObserver(Observer):
 def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: bool) -> None:
     """Raise a CalibrationError unless a weight is a matrix and ``fits`` the inputs of so many channels."""
     if weight.ndim != 2 or not fits:
+        shape = tuple(weight.shape)
         raise CalibrationError(
             f"{type(observer).__name__}: inputs and weight do not fit",
-            got=f"inputs of {channels} channels, a weight of shape {tuple(weight.shape)}",
+            got=f"inputs of {channels} channels, a weight of shape {shape}",
             expected="a weight with one column per input channel (Linear)",
             remedy="observe this weight with memoryless_mse.",
         )
@@ -107,7 +110,9 @@ def input_sums(observer: ByInputsObserver) -> torch.Tensor:
 
 def squares_in(moments: torch.Tensor) -> torch.Tensor:
     """The squares of channels, ``(..., C)``, in squares ``(C,)`` or products ``(..., C, C)``."""
-    return moments if moments.ndim == 1 else moments.diagonal(dim1=-2, dim2=-1)
+    if moments.ndim == 1:
+        return moments
+    return moments.diagonal(dim1=-2, dim2=-1)
 
 
 def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
@@ -131,8 +136,9 @@ def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
         are_zero = all_zero([squares_in(sums)])[0]
     if are_zero:
         return None
-    mean = (sums / observer.input_count).float()
-    return mean / (squares_in(mean).mean() + torch.finfo(torch.float32).tiny)
+    moments = (sums / observer.input_count).float()
+    mean_square = squares_in(moments).mean()
+    return moments / (mean_square + torch.finfo(torch.float32).tiny)
 
 
 def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:

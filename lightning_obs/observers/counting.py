@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
+from lightning_obs.numerics.candidates import candidate_ranges
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.histogram import (
     Histogram,
@@ -27,21 +27,22 @@ from lightning_obs.numerics.histogram import (
     percentile_range,
     support,
 )
-from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.observer import (
+    Hyperparameters,
     MinMaxTuple,
     Observer,
     declared_hyperparameters,
     require,
     require_statistics,
 )
+from lightning_obs.observers.search_options import options_of
 from lightning_obs.observers.statistic import Statistic, equal_values
 
 CRITERIA = ("mse", "percentile", "entropy")
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
 #: 4 powers of two below the largest magnitude in steps of 2.2 %: Migacz's 128 of 2,048 bins up to all of them.
-_ENTROPY_FACTORS = [2 ** (-i / 32) for i in range(4 * 32 + 1)]
+_ENTROPY_FACTORS = [2 ** (-step / 32) for step in range(129)]
 
 
 class CountingObserver(Observer):
@@ -55,7 +56,7 @@ class CountingObserver(Observer):
         CalibrationError: a strategy of many scales, which would need a histogram for each.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("counts", "sum"),
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
@@ -76,7 +77,8 @@ class CountingObserver(Observer):
     def measure(self, observed: torch.Tensor) -> Histogram:
         scales = observed.shape[1:-1]
         counts, low, high = count_values(observed.flatten(1, -2))
-        return Histogram(counts.unflatten(0, scales), low.reshape(scales), high.reshape(scales))
+        counts = counts.unflatten(0, scales)
+        return Histogram(counts, low.reshape(scales), high.reshape(scales))
 
     @override
     def nonfinite_statistics(self) -> str | None:
@@ -87,7 +89,8 @@ class CountingObserver(Observer):
             problems.append(of_ranges)
         number_of_nan = count_nan(self.counts) if self.has_statistics else 0
         if number_of_nan:
-            problems.append(f"{number_of_nan} of {int(self.counts.sum())} values NaN")
+            number = int(self.counts.sum())
+            problems.append(f"{number_of_nan} of {number} values NaN")
         return ", ".join(problems) or None
 
 
@@ -98,7 +101,9 @@ def counted_values(observer: Observer) -> Support | None:
     >>> counted_values(observer(torch.tensor([1.0, 2.0, 2.0]))).counts
     tensor([1, 2])
     """
-    if not isinstance(observer, CountingObserver) or not observer.has_statistics or observer.min_vals.numel() != 1:
+    if not isinstance(observer, CountingObserver) or not observer.has_statistics:
+        return None
+    if observer.min_vals.numel() != 1:  # a histogram for each scale
         return None
     low = observer.min_vals.flatten()[0]
     high = observer.max_vals.flatten()[0]
@@ -132,7 +137,7 @@ class PercentileObserver(CountingObserver):
         magnitudes, which for a symmetric format and symmetric data is the same).
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"percentile": 99.99}
+    hyperparameters: ClassVar[Hyperparameters] = {"percentile": 99.99}
     percentile: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -149,13 +154,17 @@ class PercentileObserver(CountingObserver):
             low, high = percentile_range(counts, smallest, largest, self.percentile)
             lows.append(low)
             highs.append(high)
-        shape = self.min_vals.shape
-        return torch.stack(lows).reshape(shape), torch.stack(highs).reshape(shape)
+        low = torch.stack(lows).reshape(self.min_vals.shape)
+        high = torch.stack(highs).reshape(self.min_vals.shape)
+        return low, high
 
 
 def _scales_of(observer: CountingObserver) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each scale its counts ``(65536,)``, smallest and largest value."""
-    return zip(observer.counts.flatten(0, -2), observer.min_vals.flatten(), observer.max_vals.flatten(), strict=True)
+    counts = observer.counts.flatten(0, -2)
+    smallest_values = observer.min_vals.flatten()
+    largest_values = observer.max_vals.flatten()
+    return zip(counts, smallest_values, largest_values, strict=True)
 
 
 @Observer.register("histogram")
@@ -185,9 +194,9 @@ class HistogramObserver(PercentileObserver):
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = PercentileObserver.statistics
+    statistics = PercentileObserver.statistics
     keeps_extremes = True
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "criterion": "mse",
         "maxshrink": 0.95,
         "patience": None,
@@ -241,7 +250,8 @@ class HistogramObserver(PercentileObserver):
     def _depends_on(self) -> list[Any]:
         """All that the range depends on: statistics, format and hyperparameters."""
         hyperparameters = [getattr(self, name) for name in declared_hyperparameters(type(self))]
-        return [self.counts, self.min_vals, self.max_vals, vars(self.args).copy(), hyperparameters]
+        number_format = vars(self.args).copy()
+        return [self.counts, self.min_vals, self.max_vals, number_format, hyperparameters]
 
     def _search(self) -> MinMaxTuple:
         if self.criterion == "percentile":
@@ -249,7 +259,8 @@ class HistogramObserver(PercentileObserver):
         if not self.is_finite and self.nonfinite_statistics():
             return self.min_vals, self.max_vals
         shape = self.min_vals.shape
-        low, high = least_divergence(self) if self.criterion == "entropy" else least_error(self)
+        search = least_divergence if self.criterion == "entropy" else least_error
+        low, high = search(self)
         return low.reshape(shape), high.reshape(shape)
 
 
@@ -263,12 +274,17 @@ class SearchedRange(NamedTuple):
 
 def least_divergence(observer: CountingObserver) -> MinMaxTuple:
     """The range of each scale ``(S,)`` whose quantized distribution has the least divergence from the observed one."""
-    lows, highs = candidate_ranges(observer.min_vals.flatten(), observer.max_vals.flatten(), _ENTROPY_FACTORS)
+    smallest_values = observer.min_vals.flatten()
+    largest_values = observer.max_vals.flatten()
+    lows, highs = candidate_ranges(smallest_values, largest_values, _ENTROPY_FACTORS)  # (candidates, S) each
     divergences = []
     for index, (counts, smallest, largest) in enumerate(_scales_of(observer)):
         observed = support(counts, smallest, largest)
-        divergences.append(candidate_divergences(observed, lows[:, index], highs[:, index], observer.args))
-    best = torch.stack(divergences, 1).nan_to_num(torch.inf).argmin(0, keepdim=True)
+        scale_lows = lows[:, index]
+        scale_highs = highs[:, index]
+        divergences.append(candidate_divergences(observed, scale_lows, scale_highs, observer.args))
+    comparable = torch.stack(divergences, 1).nan_to_num(torch.inf)
+    best = comparable.argmin(0, keepdim=True)
     return lows.gather(0, best), highs.gather(0, best)
 
 
@@ -293,13 +309,11 @@ def least_error(observer: HistogramObserver) -> MinMaxTuple:
     ends = torch.stack([lows, highs], 1).float()
     exponents = torch.frexp(ends.abs().amax(1, keepdim=True))[1]
     unit = exponents.clamp(-126, 126).float().exp2()
-    values = torch.where(counts > 0, values, ends[:, :1])  # padding repeats the smallest value
-    row = (torch.cat([values, ends], 1) / unit).to(dtype)
-    search = GridSearch(
-        NumberGrid.of(observer.args),
-        shrink_factors(observer.maxshrink, observer.grid),
-        observer.patience,
-        observer.norm,
-    )
-    ranges = search_range(row[None], search, importance=pad(counts.float(), (0, 2)))
-    return (ranges.low * unit[:, 0]).to(dtype), (ranges.high * unit[:, 0]).to(dtype)
+    smallest_values = ends[:, :1]
+    values = torch.where(counts > 0, values, smallest_values)  # in place of padding
+    rows = (torch.cat([values, ends], 1) / unit).to(dtype)
+    importance = pad(counts.float(), (0, 2))
+    search = options_of(observer).search_on(NumberGrid.of(observer.args))
+    ranges = search_range(rows[None], search, importance=importance)
+    unit = unit[:, 0]
+    return (ranges.low * unit).to(dtype), (ranges.high * unit).to(dtype)

@@ -27,7 +27,7 @@ from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.descent import descend
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.by_inputs import ByInputsObserver, require_fit
-from lightning_obs.observers.observer import MinMaxTuple, Observer, require
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
 from lightning_obs.observers.search_options import check_options, options_of
 from lightning_obs.observers.statistic import Statistic
 
@@ -62,12 +62,12 @@ class LocalHessianObserver(ByInputsObserver):
         The local Hessian of NVIDIA's Model-Optimizer (2026).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         *ByInputsObserver.statistics,
         Statistic("input_hessian", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.64,
         "patience": 5,
         "grid": 36.0,
@@ -94,8 +94,9 @@ class LocalHessianObserver(ByInputsObserver):
         before the ranges are.
         """
         options = options_of(self, to_the_end=True)
-        largest = observed.abs().amax().float().reshape(1) * options.widest(self.args.num_bits)
-        global_scale = compute_global_scale([(-largest, largest)], self.args)
+        magnitude = observed.abs().amax().float().reshape(1)
+        widest = magnitude * options.widest(self.args.num_bits)
+        global_scale = compute_global_scale([(-widest, widest)], self.args)
         if global_scale is not None:
             global_scale = power_of_two(global_scale)
         return options.search_on(NumberGrid.of(self.args, self.signed, global_scale))
@@ -108,17 +109,21 @@ class LocalHessianObserver(ByInputsObserver):
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
         blocks, width, _ = moments.shape
         channels = blocks * width
-        require_fit(self, channels, value, fits=channels - width < value.shape[-1] <= channels and g_idx is None)
+        columns = value.shape[-1]
+        fits = channels - width < columns <= channels
+        require_fit(self, channels, value, fits and g_idx is None)
         moments.diagonal(dim1=-2, dim2=-1).add_(_LEAST_MOMENT)
         columns_of_scale = covered_by_scale(self.args, value.shape)[1]
         if self.args.strategy == QuantizationStrategy.BLOCK:
             observed = _in_whole_blocks(value, self.args)
-            moments = pad(moments, (0, 0, 0, 0, 0, observed.shape[1] // width - blocks))
-        elif columns_of_scale < value.shape[1]:
+            padding = observed.shape[1] // width - blocks
+            moments = pad(moments, (0, 0, 0, 0, 0, padding))
+        elif columns_of_scale < columns:
             observed = flatten_for_calibration(value, "weight", self.args)
         else:
             # The last block ends in columns without inputs, in which nothing is lost: copies of the last column.
-            filling = value[:, -1:].expand(-1, channels - columns_of_scale)
+            last_column = value[:, -1:]
+            filling = last_column.expand(-1, channels - columns_of_scale)
             filled = torch.cat([value, filling], 1)
             is_one_scale = self.args.strategy == QuantizationStrategy.TENSOR
             observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
@@ -158,9 +163,9 @@ class HessianObserver(LocalHessianObserver):
         patience (int): 0, all candidates are visited.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"patience": 0, "sweeps": 4, "damping": 0.01}
-    _inputs_by: ClassVar[tuple[str, ...]] = ()
+    statistics = LocalHessianObserver.statistics
+    hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.01}
+    _inputs_by = ()
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -177,14 +182,16 @@ class HessianObserver(LocalHessianObserver):
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
         channels = len(moments)
-        require_fit(self, channels, value, fits=value.shape[-1] == channels and g_idx is None)
+        fits = value.shape[-1] == channels
+        require_fit(self, channels, value, fits and g_idx is None)
         block = covered_by_scale(self.args, value.shape)
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
         padding = value.shape[1] - channels
         hessian = pad(moments, (0, padding, 0, padding))
         hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
-        low, high = descend(value, hessian, self.search_of(value), block, self.sweeps)
+        search = self.search_of(value)
+        low, high = descend(value, hessian, search, block, self.sweeps)
         if self.args.strategy == QuantizationStrategy.TENSOR:
             return low.reshape(1), high.reshape(1)
         return low, high

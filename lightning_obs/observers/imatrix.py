@@ -13,7 +13,7 @@ from lightning_obs.numerics.qparams import covered_by_scale, flatten_for_calibra
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.by_inputs import ByInputsObserver, require_fit
 from lightning_obs.observers.mse import NVFP4ExpandedMSEObserver
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
 from lightning_obs.observers.search_options import check_options
 from lightning_obs.observers.statistic import Statistic
 
@@ -51,18 +51,18 @@ class IMatrixMSEObserver(ByInputsObserver):
         llm-compressor's ``imatrix_mse``, except that there ``strict`` is off.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         *ByInputsObserver.statistics,
         Statistic("input_squares", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.95,
         "patience": 5,
         "grid": 20.0,
         "norm": 3.0,
     }
-    _inputs_by: ClassVar[tuple[str, ...]] = ()
+    _inputs_by = ()
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -74,11 +74,13 @@ class IMatrixMSEObserver(ByInputsObserver):
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
-        require_fit(self, len(moments), value, fits=value.shape[-1] == len(moments))
-        rows = covered_by_scale(self.args, value.shape)[0]
+        channels = len(moments)
+        require_fit(self, channels, value, fits=value.shape[-1] == channels)
+        rows, _ = covered_by_scale(self.args, value.shape)
         importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)
+        importance = importance.flatten(0, -2)
         observed = flatten_for_calibration(value, "weight", self.args, g_idx)
-        ranges = search_range(observed, self.search_of(observed), importance=importance.flatten(0, -2))
+        ranges = search_range(observed, self.search_of(observed), importance=importance)
         return ranges.low, ranges.high
 
 
@@ -86,4 +88,4 @@ class IMatrixMSEObserver(ByInputsObserver):
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """``imatrix_mse`` with the candidates of ``nvfp4_expanded_mse``: for weights in NVFP4."""
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {**(NVFP4ExpandedMSEObserver.hyperparameters or {}), "norm": 2.4}
+    hyperparameters: ClassVar[Hyperparameters] = {**(NVFP4ExpandedMSEObserver.hyperparameters or {}), "norm": 2.4}

@@ -10,7 +10,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.observer import MinMaxTuple, Observer, require
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -25,11 +25,11 @@ class MemorylessMinMaxObserver(Observer):
             above zero than below, which gives the lowest code, the one without a counterpart, to the larger end.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "keep"),
         Statistic("max_vals", "keep"),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"signed": False}
+    hyperparameters: ClassVar[Hyperparameters] = {"signed": False}
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
@@ -53,12 +53,12 @@ class MemorylessMinMaxObserver(Observer):
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """The range of everything observed: exact for any batches, any order of them and any ranks."""
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
     keeps_extremes = True
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    hyperparameters: ClassVar[Hyperparameters] = {}
 
 
 class MovingAverageObserver(Observer):
@@ -85,8 +85,8 @@ class MovingAverageObserver(Observer):
         (tensor([-2.1213]), tensor([2.1213]))
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"averaging_constant": 0.01}
+    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    hyperparameters: ClassVar[Hyperparameters] = {"averaging_constant": 0.01}
     averaging_constant: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -95,12 +95,12 @@ class MovingAverageObserver(Observer):
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        low, high, *others = measured
+        low, high, *further = measured
         if self.has_statistics and self.averaging_constant != 1:
             c = self.averaging_constant
             low = self.min_vals * (1 - c) + low * c
             high = self.max_vals * (1 - c) + high * c
-        super().combine((low, high, *others))
+        super().combine((low, high, *further))
 
 
 @Observer.register("minmax")
@@ -114,8 +114,8 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
         CalibrationError: ``averaging_constant`` outside (0, 1].
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (
+    statistics = (
         Statistic("min_vals", "mean"),
         Statistic("max_vals", "mean"),
     )
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    hyperparameters: ClassVar[Hyperparameters] = {}

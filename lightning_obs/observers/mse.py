@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.min_max import MovingAverageObserver
-from lightning_obs.observers.observer import MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
 from lightning_obs.observers.search_options import check_options, divides_in_blocks, options_of
 from lightning_obs.observers.statistic import Statistic, observing
 
@@ -44,8 +44,8 @@ class MemorylessMSEObserver(Observer):
         (Frantar et al., 2022, arXiv:2210.17323).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals"), Statistic("max_vals"))
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    statistics = (Statistic("min_vals"), Statistic("max_vals"))
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.20,
         "patience": 5,
         "grid": 100.0,
@@ -87,8 +87,8 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
             ``memoryless_mse``.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
-    hyperparameters: ClassVar[dict[str, Any] | None] = {}
+    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    hyperparameters: ClassVar[Hyperparameters] = {}
 
 
 @Observer.register("nvfp4_expanded_mse")
@@ -99,7 +99,7 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     where the numbers are dense.
     """
 
-    hyperparameters: ClassVar[dict[str, Any] | None] = {
+    hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 1 - 0.8 / 1.8,
         "patience": 1000,
         "grid": 200.0,

@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.moments import Moments, mean_and_std, measure_moments
-from lightning_obs.observers.observer import MinMaxTuple, Observer, require, require_statistics
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require, require_statistics
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -30,8 +30,8 @@ class NormalObserver(Observer):
         CalibrationError: ``k`` not above 0.
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = tuple(Statistic(name, "sum") for name in Moments._fields)
-    hyperparameters: ClassVar[dict[str, Any] | None] = {"k": 2.0}
+    statistics = tuple(Statistic(name, "sum") for name in Moments._fields)
+    hyperparameters: ClassVar[Hyperparameters] = {"k": 2.0}
     k: float
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -45,5 +45,7 @@ class NormalObserver(Observer):
     @override
     def get_min_max(self) -> MinMaxTuple:
         require_statistics(self)
-        mean, std = mean_and_std(Moments(self.number, self.sums, self.squares))
-        return (mean - self.k * std).float(), (mean + self.k * std).float()
+        moments = Moments(self.number, self.sums, self.squares)
+        mean, std = mean_and_std(moments)
+        reach = self.k * std
+        return (mean - reach).float(), (mean + reach).float()

@@ -40,6 +40,8 @@ __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 #: module name and base name: the place of an observer in a model
 Key: TypeAlias = tuple[str, str]
+#: defaults by name; None: not declared
+Hyperparameters: TypeAlias = dict[str, Any] | None
 
 
 class Observer(Statistics, Registry):
@@ -71,7 +73,7 @@ class Observer(Statistics, Registry):
     """
 
     #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
-    hyperparameters: ClassVar[dict[str, Any] | None] = None
+    hyperparameters: ClassVar[Hyperparameters] = None
 
     #: whether scales may be negative, a hyperparameter of observers of weights; see
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
@@ -171,7 +173,8 @@ class Observer(Statistics, Registry):
         if problems:
             remedy = "find the NaN in weights or data."
             raise CalibrationError("the statistics are not finite", got=problems, remedy=remedy)
-        min_vals, max_vals = fused.joined_range_of(self) if self._joins_ranges else self.get_min_max()
+        ranges = fused.joined_range_of(self) if self._joins_ranges else self.get_min_max()
+        min_vals, max_vals = ranges
         if self.qparams_dtype is not None:
             dtype = torch.promote_types(min_vals.dtype, self.qparams_dtype)
             min_vals = min_vals.to(dtype)

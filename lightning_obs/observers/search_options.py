@@ -7,7 +7,7 @@ hyperparameters each with its own defaults. The search itself is :mod:`lightning
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -53,11 +53,14 @@ class SearchOptions:
     def widest(self, num_bits: int) -> float:
         """The widest candidate over the observed range. Signed scales begin where positive ones do, see the docs."""
         codes = 2**num_bits
-        return self.expand * codes / (codes - 1) if self.signed else self.expand
+        if not self.signed:
+            return self.expand
+        return self.expand * codes / (codes - 1)
 
     def search_on(self, numbers: NumberGrid) -> GridSearch:
         """The search for a range of a number format."""
-        return GridSearch(numbers, self.factors, self.patience, self.norm, self.widest(numbers.args.num_bits))
+        expand = self.widest(numbers.args.num_bits)
+        return GridSearch(numbers, self.factors, self.patience, self.norm, expand)
 
 
 def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
@@ -65,15 +68,13 @@ def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
 
     ``to_the_end``: as the peer's ``imatrix_mse`` searches, with ``1 - maxshrink`` and to the end if patience is 0.
     """
-    return SearchOptions(
-        maxshrink=observer.maxshrink,
-        grid=observer.grid,
-        patience=(observer.patience or None) if to_the_end else observer.patience,
-        norm=observer.norm,
-        expand=observer.expand,
-        signed=observer.signed,
-        to_the_end=to_the_end,
-    )
+    options = {}
+    for field in fields(SearchOptions):
+        if hasattr(observer, field.name):  # histogram has no factor expand
+            options[field.name] = getattr(observer, field.name)
+    if to_the_end and not observer.patience:
+        options["patience"] = None
+    return SearchOptions(**options, to_the_end=to_the_end)
 
 
 def check_options(observer: Observer) -> None:
@@ -88,14 +89,16 @@ def check_options(observer: Observer) -> None:
     }
     for name, (least, most, expected) in limits.items():
         value = getattr(observer, name)
-        require(observer, name, isinstance(value, (int, float)) and least <= value <= most, expected)
+        is_valid = isinstance(value, (int, float)) and least <= value <= most
+        require(observer, name, is_valid, expected)
 
 
 def divides_in_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
     """Whether a weight has scales of blocks, none of which its edge cuts: then it is searched without a copy."""
-    if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2 or not value.is_floating_point():
+    if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2:
         return False
-    if not value.numel() or not value.is_contiguous():
+    if not value.is_floating_point() or not value.is_contiguous() or not value.numel():
         return False
+    rows, columns = value.shape
     height, width = covered_by_scale(args, value.shape)
-    return value.shape[0] % height == 0 and value.shape[1] % width == 0
+    return rows % height == 0 and columns % width == 0

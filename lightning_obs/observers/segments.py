@@ -73,11 +73,12 @@ def _combine_together(observers: Sequence[Any], segments: Sequence[Sequence[torc
     names = [statistic.name for statistic in observers[0].statistics]
     together = new_like(observers[0])
     if observers[0].has_statistics:
-        stacked = {}
+        earlier = {}
         for name in names:
-            stacked[name] = torch.stack([getattr(observer, name) for observer in observers])
-        together.load_statistics(stacked)
-    together.combine([torch.stack(statistics) for statistics in zip(*segments, strict=True)])
-    combined = {name: getattr(together, name).unbind() for name in names}
+            earlier[name] = torch.stack([getattr(observer, name) for observer in observers])
+        together.load_statistics(earlier)
+    newest = zip(*segments, strict=True)  # each statistic of all segments
+    together.combine([torch.stack(values) for values in newest])
+    combined = [getattr(together, name) for name in names]
     for index, observer in enumerate(observers):
-        observer.load_statistics({name: values[index] for name, values in combined.items()})
+        observer.load_statistics({name: values[index] for name, values in zip(names, combined, strict=True)})

@@ -10,13 +10,16 @@ The functions here are called by the hooks, which keep ``measured`` for as long 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers.observer import Observer, combine_declared
 from lightning_obs.observers.statistic import declared_statistics, observing
+
+#: ids of an observer's statistics
+Identities: TypeAlias = tuple[int, ...]
 
 
 class Measurement(NamedTuple):
@@ -29,7 +32,7 @@ class Measurement(NamedTuple):
     """
 
     statistics: Sequence[torch.Tensor]
-    combined: dict[tuple[int, ...], tuple[list[Any], dict[str, Any]]]
+    combined: dict[Identities, tuple[list[Any], dict[str, Any]]]
 
 
 def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
@@ -59,8 +62,8 @@ def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dic
         value: the input; an empty one changes nothing.
         measured: as of :func:`observe_shared`.
     """
-    measures = type(observer).observe_inputs is Observer.observe_inputs and hasattr(observer, "measure_inputs")
-    if not measures or not value.numel():
+    observes_itself = type(observer).observe_inputs is not Observer.observe_inputs
+    if observes_itself or not hasattr(observer, "measure_inputs") or not value.numel():
         observer.observe_inputs(value)
         return
 
@@ -96,7 +99,10 @@ def _combine_shared(
         if kind not in measured:
             measured[kind] = Measurement(measure(), {})
         measurement: Measurement = measured[kind]
-        names = [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs == of_inputs]
+        names = []
+        for statistic in declared_statistics(observer):
+            if statistic.of_inputs == of_inputs:
+                names.append(statistic.name)
         attributes = observer.__dict__
         earlier = [attributes.get(name) for name in names]
         identities = tuple(map(id, earlier))
@@ -105,6 +111,7 @@ def _combine_shared(
                 combine_declared(observer, measurement.statistics, of_inputs)
             else:
                 observer.combine(measurement.statistics)
-            now = {name: attributes[name] for name in names if name in attributes}
-            measurement.combined[identities] = earlier, now
-        attributes.update(measurement.combined[identities][1])
+            together = {name: attributes[name] for name in names if name in attributes}
+            measurement.combined[identities] = earlier, together
+        _, together = measurement.combined[identities]
+        attributes.update(together)

@@ -64,7 +64,8 @@ class Statistic(NamedTuple):
         """Whether reducing ``value`` with other values gives the same bits in any order."""
         if self.reduction in ("min", "max"):
             return True
-        return self.reduction == "sum" and isinstance(value, torch.Tensor) and not value.is_floating_point()
+        counts = isinstance(value, torch.Tensor) and not value.is_floating_point()
+        return self.reduction == "sum" and counts
 
 
 def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
@@ -124,8 +125,9 @@ class Statistics:
             cls._declares_all = True
             cls._act_sync_dict = {}
             for statistic in cls.statistics:
-                if statistic.reduction in _REDUCE_OPS:
-                    cls._act_sync_dict[statistic.name] = getattr(dist.ReduceOp, _REDUCE_OPS[statistic.reduction])
+                operation = _REDUCE_OPS.get(statistic.reduction)
+                if operation is not None:
+                    cls._act_sync_dict[statistic.name] = getattr(dist.ReduceOp, operation)
             cls.needs_inputs = any(statistic.of_inputs for statistic in cls.statistics)
         elif observes_differently:
             cls._declares_all = False
@@ -172,7 +174,10 @@ class Statistics:
                 if statistic.name not in keep:
                     vars(self).pop(statistic.name, None)
             return
-        kept = {name: value for name, value in vars(self).items() if name in self._settings or name in keep}
+        kept = {}
+        for name, value in vars(self).items():
+            if name in self._settings or name in keep:
+                kept[name] = value
         with torch.inference_mode(False):
             self.__dict__ = vars(new_like(self)) | kept
 
@@ -194,8 +199,9 @@ class Statistics:
         for name, value in statistics.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 count = int((~torch.isfinite(widened(value))).sum())
+                shown_name = name.lstrip("_")
                 if count:
-                    problems.append(f"{count} of {value.numel()} {name.lstrip('_')} not finite")
+                    problems.append(f"{count} of {value.numel()} {shown_name} not finite")
         return ", ".join(problems)
 
 
