@@ -100,7 +100,7 @@ def test_an_observer_of_one_s_own_computes_the_global_scale_of_its_fused_set():
     model = nn.ModuleDict({name: nn.Linear(32, 4, bias=False) for name in ("gate_proj", "up_proj")})
     nn.init.normal_(model["up_proj"].weight, std=3)
     weight = {"name": "guide_normal", "k": 1.5}
-    with CalibrationSession(model, "NVFP4A16", observers={"weight": weight}, reload="unchecked"):
+    with CalibrationSession(model, "NVFP4A16", observers={"weight": weight}, engines="unchecked"):
         pass
     groups = [m.weight.detach().reshape(4, 2, 16) for m in model.values()]
     mean, std = (torch.stack([f(g) for g in groups]) for f in (lambda g: g.mean(-1), lambda g: g.std(-1)))
