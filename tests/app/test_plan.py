@@ -10,8 +10,6 @@ from lightning_obs.app.data.module import TextData
 from lightning_obs.app.main import run
 
 W4 = "weights: {num_bits: 4, strategy: group, group_size: 32}"
-W4A8 = f"{{{W4}, input_activations: {{num_bits: 8, strategy: token, dynamic: true}}}}"
-SIGNED = "observers: {weight: {name: mse, signed: true}}"
 SMALL = ("task=plan", "task.candidates.int4.scheme.weights.group_size=32", "task.batches=1", "task.frontier=4")
 
 
