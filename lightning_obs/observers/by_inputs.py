@@ -83,8 +83,8 @@ class ByInputsObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         """The range of least error where all columns count alike."""
-        ranges = search_range(observed, self.search_of(observed))
-        return ranges.low, ranges.high
+        low, high = search_range(observed, self.search_of(observed))[:2]
+        return low, high
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
         """The candidates for an observed weight, and the error that is to be least."""
@@ -114,7 +114,7 @@ def input_sums(observer: ByInputsObserver) -> torch.Tensor:
 
 
 def squares_in(moments: torch.Tensor) -> torch.Tensor:
-    """The moments ``x ** 2`` of each channel: squares ``(C,)`` themselves, or the diagonal of products ``(..., C, C)``."""
+    """The moment ``x ** 2`` of each channel: ``moments`` itself ``(C,)``, or the diagonal of products ``(C, C)``."""
     if moments.ndim == 1:
         return moments
     return moments.diagonal(dim1=-2, dim2=-1)

@@ -317,6 +317,6 @@ def least_error(observer: HistogramObserver) -> MinMaxTuple:
     rows = (torch.cat([values, ends], 1) / unit).to(dtype)
     importance = pad(counts.float(), (0, 2))
     search = options_of(observer).search_on(NumberGrid.of(observer.args))
-    ranges = search_range(rows[None], search, importance=importance)
+    low, high = search_range(rows[None], search, importance=importance)[:2]
     unit = unit[:, 0]
-    return (ranges.low * unit).to(dtype), (ranges.high * unit).to(dtype)
+    return (low * unit).to(dtype), (high * unit).to(dtype)

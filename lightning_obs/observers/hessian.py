@@ -134,8 +134,8 @@ class LocalHessianObserver(ByInputsObserver):
             observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
             columns_of_scale = channels
         hessian = moments.view(-1, columns_of_scale // width, width, width)
-        ranges = search_range(observed, self.search_of(observed), hessian=hessian)
-        return ranges.low, ranges.high
+        low, high = search_range(observed, self.search_of(observed), hessian=hessian)[:2]
+        return low, high
 
 
 def block_width(args: QuantizationArgs, channels: int) -> int:
