@@ -14,7 +14,7 @@ from lightning_obs.model.weight import matrix_shape
 
 
 class HasCalibrated(Protocol):
-    """A callback, of which it can be asked whether and what it has calibrated."""
+    """A callback that may have calibrated a model."""
 
     @property
     def session(self) -> Any:
@@ -33,18 +33,19 @@ _C = TypeVar("_C", bound=HasCalibrated)
 class DeepCopies:
     """The callbacks that are deep copies of one another, the original included; all of them hold this one object.
 
-    A copy is registered when it makes its session. Those that nobody holds any more are forgotten, but for the last.
+    A callback is registered when it makes its session. Callbacks that nobody holds any more are forgotten, except the
+    last one.
     """
 
     def __init__(self) -> None:
         self._registered: list[weakref.ref[Any]] = []
-        self._last: Any = None
+        self._last: Any = None  # keeps the last one alive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeepCopies:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # In another process the copies of this one are not there.
+        # The other callbacks are not in the process that unpickles this one.
         return DeepCopies, ()
 
     def register(self, callback: HasCalibrated) -> None:
@@ -54,10 +55,9 @@ class DeepCopies:
         self._registered = [*earlier, weakref.ref(callback)]
 
     def with_results(self, callback: _C) -> _C:
-        """The callback that has the results which a user of ``callback`` asks for.
+        """The callback whose results answer for ``callback``: itself if it ran, else the copy that ran last.
 
-        That is the callback itself, if it ran. Else it is its copy that ran last: a model that is fitted again is
-        calibrated again, and the last calibration stands.
+        A model that is fitted again is calibrated again, and the last calibration counts.
 
         Raises:
             CalibrationError: it did not run, and its copies have calibrated models of different architectures.
@@ -65,7 +65,7 @@ class DeepCopies:
         if callback.session is not None:
             return callback
         copies = self._calibrated()
-        architectures = {_architecture(copy.session) for copy in copies}
+        architectures = {_architecture_of(copy.session) for copy in copies}
         if len(architectures) > 1:
             raise CalibrationError(
                 f"copies of this callback have calibrated {len(architectures)} different models, and it is not known "
@@ -76,12 +76,17 @@ class DeepCopies:
         return copies[-1] if copies else callback
 
     def _calibrated(self) -> list[Any]:
-        alive = [reference() for reference in self._registered]
-        self._registered = [weakref.ref(callback) for callback in alive if callback is not None]
-        return [callback for callback in alive if callback is not None and callback.has_calibrated]
+        """The registered callbacks that still exist and have calibrated, in the order of their registration."""
+        callbacks = []
+        for reference in self._registered:
+            callback = reference()
+            if callback is not None:
+                callbacks.append(callback)
+        self._registered = [weakref.ref(callback) for callback in callbacks]
+        return [callback for callback in callbacks if callback.has_calibrated]
 
 
-def _architecture(session: Any) -> tuple[Any, ...]:
+def _architecture_of(session: Any) -> tuple[Any, ...]:
     """The class of the calibrated model and the names and shapes of its planned modules."""
     shapes = [(target.name, matrix_shape(target.module)) for target in session.plan.targets]
     return type(session.model), *shapes

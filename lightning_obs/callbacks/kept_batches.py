@@ -81,8 +81,8 @@ class KeptBatches:
     def pop_all(self) -> Iterator[tuple[Any, Any]]:
         """Yield ``(batch, note)`` in order, each batch on the devices it came from; it is released at the next one."""
         while self._kept:
-            kept = self._kept.popleft()
-            yield _on_its_devices(kept), kept.note
+            entry = self._kept.popleft()
+            yield _on_its_devices(entry), entry.note
 
 
 class _TensorsToCpu(TorchFunctionMode):
@@ -137,7 +137,7 @@ def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:
             ) from error
 
 
-def _on_its_devices(kept: _KeptBatch) -> Any:
-    if all(device.type == "cpu" for device in kept.devices.values()):
-        return kept.batch
-    return _deep_copy(kept.batch, _TensorsToDevices(kept.devices))
+def _on_its_devices(entry: _KeptBatch) -> Any:
+    if all(device.type == "cpu" for device in entry.devices.values()):
+        return entry.batch
+    return _deep_copy(entry.batch, _TensorsToDevices(entry.devices))

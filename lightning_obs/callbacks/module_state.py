@@ -41,7 +41,7 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._tables: list[_Table] = []
+        self._namespaces: list[_Namespace] = []
         copies = _Copies()
         recorded_modules: set[int] = set()  # by id: metrics define == and hash in their own way
         waiting = [root]
@@ -60,47 +60,57 @@ class ModuleState:
         special_names = {name for name in vars(module) if name.startswith("__")}
         # FSDP1 sets whole weights as attributes under the names of the parameters.
         untouched = _UNTOUCHED.union(special_names, module._parameters)
-        for live in (vars(module), module._buffers, module._modules):
-            recorded = {name: copies.of(value) for name, value in live.items() if name not in untouched}
-            self._tables.append(_Table(live, recorded, untouched))
+        for values in (vars(module), module._buffers, module._modules):
+            recorded = {}
+            for name, value in values.items():
+                if name not in untouched:
+                    recorded[name] = copies.of(value)
+            self._namespaces.append(_Namespace(values, recorded, untouched))
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A block in which the modules have the recorded state; afterwards they have their present one again.
 
-        What the block changes is lost. Use it once: the block changes the recorded state.
+        Everything that changes in the block is lost. Use it once: the block changes the recorded state.
         """
-        present_contents = [dict(table.live) for table in self._tables]
+        present_values = [dict(namespace.values) for namespace in self._namespaces]
         try:
-            for table in self._tables:
-                table.restore()
+            for namespace in self._namespaces:
+                namespace.restore()
             yield
         finally:
-            for table, content in zip(self._tables, present_contents, strict=True):
-                table.live.clear()
-                table.live.update(content)
+            for namespace, values in zip(self._namespaces, present_values, strict=True):
+                namespace.replace(values)
 
 
 @dataclass(frozen=True)
-class _Table:
-    """One of the dicts in which a module holds its attributes, its buffers or its submodules."""
+class _Namespace:
+    """One of the dicts in which a module holds its attributes, its buffers or its submodules.
 
-    #: the dict that the module itself reads and writes
-    live: dict[str, Any]
+    Attributes:
+        values: the module's own dict.
+        recorded: the recorded values.
+        untouched: names whose present values stay.
+    """
+
+    values: dict[str, Any]
     recorded: dict[str, Any]
-    #: names whose present values stay
     untouched: frozenset[str]
 
     def restore(self) -> None:
         """Put the recorded values in place; names that came since are removed."""
-        content = dict(self.recorded)
-        for name, value in self.live.items():
+        restored = dict(self.recorded)
+        for name, value in self.values.items():
             if name in self.untouched:
-                content[name] = value
+                restored[name] = value
         # Between two calibrations the scales of the earlier one are measured on purpose: no check of the weights.
-        content.pop(CHECKSUMS, None)
-        self.live.clear()
-        self.live.update(content)
+        restored.pop(CHECKSUMS, None)
+        self.replace(restored)
+
+    def replace(self, values: dict[str, Any]) -> None:
+        """Let the module hold these values and no others."""
+        self.values.clear()
+        self.values.update(values)
 
 
 class _Copies:

@@ -117,8 +117,9 @@ class QuantizedValidation:
 
     def _keep_equal_numbers(self, session: CalibrationSession) -> None:
         """Make all ranks keep as many batches of each loader as the rank that has kept the fewest; warn of the rest."""
-        kept = torch.tensor([len(batches) for batches in self._batches_of_loaders], device=session.collectives.device)
-        lengths = session.collectives.reduce(kept, "min").tolist()
+        lengths_here = [len(batches) for batches in self._batches_of_loaders]
+        collectives = session.collectives
+        lengths = collectives.reduce(torch.tensor(lengths_here, device=collectives.device), "min").tolist()
         offered = 0
         for batches, length in zip(self._batches_of_loaders, lengths, strict=True):
             batches.shorten(length)
@@ -133,7 +134,8 @@ class QuantizedValidation:
 def _empty_batches(trainer: Trainer, share: float) -> list[KeptBatches]:
     """For each loader of the validation that starts, the object that keeps the given share of its batches."""
     loop = trainer._active_loop
-    counts = loop.max_batches if loop._is_sequential else [loop._data_fetcher.length or math.inf]
+    count_of_combined = loop._data_fetcher.length or math.inf
+    counts = loop.max_batches if loop._is_sequential else [count_of_combined]
     if share < 1 and math.inf in counts:
         raise CalibrationError(
             "a share of the batches to evaluate needs their number, and a loader does not know it",

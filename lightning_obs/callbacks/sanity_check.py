@@ -1,4 +1,4 @@
-"""What a fit's sanity check tells of the calibration to come: which layers a validation does not call."""
+"""Warn, in the sanity check of a fit, of layers that a validation does not call."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from lightning_obs.model.additions import keep_hook_out
 
 
 class SanityWatch:
-    """Sees which of a session's modules the batches of a sanity check call; nothing is observed.
+    """Records which of a session's modules the batches of a sanity check call; nothing is observed.
 
-    Experts are not watched: few batches do not reach all of them.
+    Made when the sanity check starts. Experts are not watched: few batches do not reach all of them.
+
+    Args:
+        session: its plan names the modules.
     """
 
     def __init__(self, session: CalibrationSession) -> None:
@@ -29,24 +32,25 @@ class SanityWatch:
         for target in session.plan.targets:
             if target.name in needing_data and not target.name.startswith(inside_experts):
                 self._uncalled[target.module] = target.name
-                handle = target.module.register_forward_pre_hook(self._see)
+                handle = target.module.register_forward_pre_hook(self._record_call)
                 self._hooks.callback(keep_hook_out(target.module, handle))
-        self._watched = len(self._uncalled)
+        self._watched_count = len(self._uncalled)
 
-    def _see(self, module: nn.Module, _: Any) -> None:
+    def _record_call(self, module: nn.Module, args: Any) -> None:
         self._uncalled.pop(module, None)
 
     def close(self) -> None:
-        """Take the hooks out."""
+        """Remove the hooks."""
         self._hooks.close()
 
     def tell(self) -> None:
         """Warn of the modules that were not called."""
         names = list(self._uncalled.values())
         if names:
+            called_count = self._watched_count - len(names)
             warn(
-                f"{self._label}: the sanity check's validation batches called {self._watched - len(names)} of "
-                f"{self._watched} modules, and not: {name_list(names)}. Those that a whole validation does not call "
-                "either will stay in float. Call them in validation_step, or list them in `ignore` to leave them "
+                f"{self._label}: the sanity check's validation batches called {called_count} of "
+                f"{self._watched_count} modules, and not: {name_list(names)}. Modules that a whole validation does not "
+                "call either will stay in float. Call them in validation_step, or list them in `ignore` to leave them "
                 "on purpose."
             )

@@ -161,7 +161,7 @@ def _compress(tensors: Tensors, scheme: QuantizationScheme) -> Tensors:
 
 
 def _with_compressed_weight(entries: Tensors, scheme: QuantizationScheme) -> Tensors:
-    """The entries with ``weight`` and qparams replaced by what the format stores of them."""
+    """The entries with ``weight`` and qparams as the format stores them."""
     args = scheme.weights
     assert args is not None
     weight = entries["weight"].contiguous()

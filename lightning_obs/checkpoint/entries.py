@@ -27,7 +27,7 @@ Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 class _OwnTensors(NamedTuple):
     """The tensors of a state dict that one module has itself."""
 
-    #: what precedes the module's own names in the state dict: ``"layers.0."``, or nothing for the model
+    #: precedes the module's own names in the state dict: ``"layers.0."``; empty for the model
     prefix: str
     module: nn.Module
     #: names of its parameters and buffers

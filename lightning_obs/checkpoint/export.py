@@ -155,7 +155,7 @@ def _refuse_misfits(model: nn.Module) -> None:
         misfits += find_misfits(target, qparams_of_module[target.name])
     refuse(
         misfits,
-        "the quantization parameters are not those that the scheme asks for",
+        "the quantization parameters do not fit the scheme",
         remedy="calibrate again, with data.",
     )
 

@@ -89,14 +89,19 @@ def _refuse_unmovable(target: Path, folder: Path) -> None:
 def _refuse_foreign_while_others_write(target: Path, folder: Path) -> None:
     """Refuse files that no export wrote; look again if another export replaced the folder while it was read."""
     while True:
-        before = target.stat()
+        status_before = target.stat()
         try:
             refuse_foreign(target, folder)
             return
         except (CalibrationError, OSError):
-            after = target.stat()
-            if (before.st_ino, before.st_ctime_ns) == (after.st_ino, after.st_ctime_ns):
+            status = target.stat()
+            if _identity(status) == _identity(status_before):
                 raise
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    """Changes when another folder takes the name, or the folder itself changes."""
+    return status.st_ino, status.st_ctime_ns
 
 
 @contextmanager
@@ -194,15 +199,15 @@ def refuse_damage(folder: Path) -> None:
     """
     if not (folder / CONTENTS_FILE).exists():
         return
-    listed = _listed_checksums(folder)
+    checksums = _listed_checksums(folder)
     with naming(folder, remedy=_WRITE_AGAIN):
         refuse(
-            [name for name in listed if not (folder / name).exists()],
+            [name for name in checksums if not (folder / name).exists()],
             f"files of {folder} are missing",
             remedy=_WRITE_AGAIN,
         )
         refuse(
-            [name for name in listed if listed[name] != file_checksum(folder / name)],
+            [name for name, checksum in checksums.items() if file_checksum(folder / name) != checksum],
             f"files of {folder} have changed since they were written",
             remedy=f"{_WRITE_AGAIN} If you changed them on purpose, delete {CONTENTS_FILE}.",
         )
@@ -216,16 +221,16 @@ def refuse_foreign(folder: Path, shown: Path | None = None) -> None:
         shown: the path that the error names, if it is another one.
     """
     try:
-        listed = _listed_checksums(folder)
+        checksums = _listed_checksums(folder)
     except CalibrationError:  # no list, or none that can be read: no file is known
-        listed = {}
+        checksums = {}
     added = []
     changed = []
     for name in _names_in(folder):
-        if name in listed:
-            if listed[name] != file_checksum(folder / name):
+        if name in checksums:
+            if checksums[name] != file_checksum(folder / name):
                 changed.append(f"{name} (changed since)")
-        elif not (listed and name == CONTENTS_FILE):
+        elif not (checksums and name == CONTENTS_FILE):
             added.append(name)
     refuse(
         added + changed,

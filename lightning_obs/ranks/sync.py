@@ -256,15 +256,15 @@ def _describe(
             description.unreached.add(key)
         reductions = _declared_reductions(observer) if reduced else {}
         forms = []
-        kept = {}
+        without_reduction = {}
         for name, value in statistics[key].items():
             if name in reductions:
                 forms.append(_form_of(key, observer, name, reductions[name], value))
             else:
-                kept[name] = value
+                without_reduction[name] = value
         description.forms[key] = equal_forms.setdefault(tuple(forms), tuple(forms))
-        if kept and observer.has_statistics and not is_alone:
-            description.kept[key] = kept
+        if without_reduction and observer.has_statistics and not is_alone:
+            description.kept[key] = without_reduction
     require_plain(
         description.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY
     )
@@ -342,13 +342,13 @@ def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy
         what: what is wrong with them, for the error.
         remedy: remedy in the error.
     """
-    others = []
+    not_plain = []
     for key, values in statistics.items():
         for name, value in values.items():
             if not _is_plain(value):
-                others.append(key_text(key, more=name))
+                not_plain.append(key_text(key, more=name))
     refuse(
-        others,
+        not_plain,
         what,
         expected="tensors, numbers, strings, and lists and dicts of them",
         remedy=remedy,
@@ -411,7 +411,7 @@ def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStati
     Raises:
         CalibrationError: ranks differ in shape, dtype or reduction.
     """
-    shared: list[SharedStatistic] = []
+    statistics: list[SharedStatistic] = []
     differing: list[tuple[Key, str]] = []
     for forms_of_ranks, keys in _observers_with_equal_forms(descriptions):
         for form_of_rank in _forms_by_name(forms_of_ranks):
@@ -426,14 +426,14 @@ def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStati
                 blocks = []
                 for key in keys:
                     blocks.append(union_of_blocks(descriptions[rank].occupied[key, form.name] for rank in form_of_rank))
-            shared.append(SharedStatistic(form, keys, list(form_of_rank), blocks))
+            statistics.append(SharedStatistic(form, keys, list(form_of_rank), blocks))
     refuse(
         [text for _, text in sorted(differing)],
         "ranks differ in the statistics of one module",
         expected="the same shape, dtype and reduction on every rank",
         remedy="run the same model, observers and precision on all ranks.",
     )
-    return shared
+    return statistics
 
 
 def _observers_with_equal_forms(
@@ -499,13 +499,13 @@ def _take_kept(
     """Give observers the statistics without a reduction of the lowest rank that has them."""
     done: set[Key] = set()
     for rank, description in enumerate(descriptions):
-        kept = {}
+        due = {}
         for key, statistics in description.kept.items():
             if key in observers and key not in done:
-                kept[key] = statistics
-        done |= kept.keys()
-        if kept and rank != collectives.rank:
-            unpacked = unpack_tensors(kept, description.packed, collectives.device)
+                due[key] = statistics
+        done |= due.keys()
+        if due and rank != collectives.rank:
+            unpacked = unpack_tensors(due, description.packed, collectives.device)
             for key, statistics in unpacked.items():
                 _load(key, observers[key], statistics)
 

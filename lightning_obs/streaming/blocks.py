@@ -1,8 +1,9 @@
 """The blocks of a decoder, and its own forward, run one block at a time.
 
-A block reads more than the output of the block before: masks, position embeddings, tensors that the model adds between
-blocks. So for each block the model's own forward runs again, up to that block. Earlier blocks compute nothing; the one
-before returns its kept output of this batch. A model whose blocks pass on anything else (shared keys) is refused.
+A block reads more than the output of the block before it: masks, position embeddings, tensors that the model adds
+between blocks. So the model's own forward runs again for each block, up to that block. Earlier blocks compute nothing;
+the block before the running one returns the output that was kept for this batch. A model whose blocks pass on anything
+else (shared keys) is refused.
 """
 
 from __future__ import annotations

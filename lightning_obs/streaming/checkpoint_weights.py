@@ -93,7 +93,7 @@ def quantize_checkpoint(
                 expected = f"{files.tally.total:,}"
                 raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
             unnamed.close()  # the folder takes its name
-    result = result_of(files.session.observation)
+    result = result_of(files.observation)
     result.seconds = time.perf_counter() - started
     return result
 

@@ -14,8 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.saved_state import changes, flat_fields
-from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.load import CONFIG_FILE
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.sealed import form_checksum, state_checksum
@@ -102,13 +102,13 @@ class FinishedBlocks:
 
 
 def facts_of_run(
-    source: CheckpointSource, session: CalibrationSession, batches: Sequence[Any], runs: Mapping[str, Any]
+    source: CheckpointSource, observation: Observation, batches: Sequence[Any], runs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Everything that a run's files depend on except the data of weights: numbers and strings by name.
 
     Args:
         source: the checkpoint that is read.
-        session: its options, observers and ranks.
+        observation: its options, observers and ranks.
         batches: the calibration data of this rank.
         runs: how the blocks are run, by the name of the option.
 
@@ -122,18 +122,18 @@ def facts_of_run(
         "checksum of the names, types and shapes of the weights": state_checksum(forms),
         "number of batches": len(batches),
         "checksum of the batches": _checksum_of_batches(batches),
-        "rank": session.collectives.rank,
-        "number of ranks": session.collectives.size,
+        "rank": observation.collectives.rank,
+        "number of ranks": observation.collectives.size,
     }
     facts.update(runs)
     for file in reader.files:
         facts[f"bytes of {file}"] = Path(source.folder, file).stat().st_size
-    for name, value in session.options.beside_scheme.items():
+    for name, value in observation.options.beside_scheme.items():
         facts[name] = repr(value)
-    scheme = json.loads(session.options.config.model_dump_json())
+    scheme = json.loads(observation.options.config.model_dump_json())
     for name, value in flat_fields(scheme):
         facts[name] = repr(value)
-    for (_, base), observer in session.observers.items():
+    for (_, base), observer in observation.observers.items():
         observer_class = type(observer)
         class_path = f"{observer_class.__module__}.{observer_class.__qualname__}"
         facts[f"class of {observer.args.observer} ({base})"] = class_path

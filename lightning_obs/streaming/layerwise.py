@@ -166,7 +166,7 @@ class _LayerwiseRun:
         weighed_modules = session.observation.weighed_modules
         refuse(weighed_modules, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
         blocks_name, blocks = find_blocks(source.model)
-        self._files = QuantizedFiles(source, session, runs.progress)
+        self._files = QuantizedFiles(source, session.observation, runs.progress)
         for target in session.plan.targets:
             clear_qparams(target.module)  # of their later shapes, with which the files were laid out
         self._parts = _module_names_of_parts(source.model, blocks_name, len(blocks))
@@ -174,7 +174,9 @@ class _LayerwiseRun:
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
         run_facts = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
-        self._finished = FinishedBlocks(unfinished, source, facts_of_run(source, session, batches, run_facts))
+        self._finished = FinishedBlocks(
+            unfinished, source, facts_of_run(source, session.observation, batches, run_facts)
+        )
         #: how many blocks are finished
         self._step = 0
         #: by name of a tensor that was written, its file
@@ -246,7 +248,7 @@ class _LayerwiseRun:
         if session.needs_data:
             with on_all_ranks(session.collectives):
                 self._runner.run(block, keep=not runs_quantized)
-        with calibrated(session, module_names, _after_each_weight) as part_result:
+        with calibrated(session.observation, module_names, _after_each_weight) as part_result:
             self._add(part_result)
             with on_all_ranks(session.collectives):
                 if runs_quantized:
@@ -256,14 +258,14 @@ class _LayerwiseRun:
                 self._save(block + 1)
 
     def _finish_modules_outside(self) -> None:
-        """As :meth:`_finish_block`, for the modules outside of blocks, whose planned ones are loaded."""
+        """As :meth:`_finish_block`, for the modules outside of blocks; the quantized modules among them are loaded."""
         session = self._session
         last = len(self._runner.blocks)
         module_names = set(self._parts[last])
         if any(name in module_names for name, _ in session.data_observers):
             with on_all_ranks(session.collectives):
                 self._runner.run(last)
-        with calibrated(session, module_names, _after_each_weight) as part_result:
+        with calibrated(session.observation, module_names, _after_each_weight) as part_result:
             self._add(part_result)
             with on_all_ranks(session.collectives):
                 self._write_part(last)
@@ -353,5 +355,5 @@ def _module_names_of_parts(model: torch.nn.Module, blocks_name: str, count: int)
 
 
 def _after_each_weight(*_: Any) -> None:
-    """Give freed memory back to the system: searching a weight leaves holes, of a Hessian's inverse above all."""
+    """Give freed memory back to the system: searching a weight leaves holes, inverting a Hessian most of all."""
     give_back_freed()

@@ -35,4 +35,4 @@ def copy_other_files(folder: Path, new_folder: Path) -> None:
             new_path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, new_path)
     if left_out:
-        warn(f"weights beside those of {folder} that transformers reads were left out: {', '.join(left_out)}")
+        warn(f"weights in {folder} that transformers does not read were left out: {', '.join(left_out)}")

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 from lightning_obs.calibration.finalize import finalize, warn_of_borrowed_ranges
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.files.tensors import Progress
 from lightning_obs.model.module_qparams import clear_qparams
 
 
 @contextmanager
 def calibrated(
-    session: CalibrationSession, module_names: Collection[str], on_weight: Callable[..., None] | None = None
+    observation: Observation, module_names: Collection[str], on_weight: Progress | None = None
 ) -> Iterator[CalibrationResult | None]:
-    """Calibrate some modules of a session; they hold their qparams for the length of the ``with`` block.
+    """Calibrate some modules of an observation; they hold their qparams for the length of the ``with`` block.
 
     At its end qparams and statistics are removed, so that only one part is in memory. Every rank must call this.
 
     Args:
-        session: has observed the inputs of these modules; their weights are loaded.
-        module_names: all modules of the part; those that are not in the session's plan stay as they are.
+        observation: has the statistics of these modules' inputs; their weights are loaded.
+        module_names: all modules of the part; modules that are not in the plan stay as they are.
         on_weight: called after each weight was searched.
 
     Yields:
         The result of the part; None if the plan has no module in it.
     """
-    part = session.observation.of(set(module_names), on_weight)
+    part = observation.of(set(module_names), on_weight)
     try:
         if part.plan.targets:
             result = finalize(part)

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from lightning_obs.calibration.observation import Observation, fused_sets_by_module
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import meta_qparams, module_entries
 from lightning_obs.checkpoint.quantization_config import write_quantization_config
 from lightning_obs.checkpoint.stored_tensors import StoredTensors
@@ -44,7 +44,7 @@ class QuantizedFiles:
 
     Args:
         source: the checkpoint that is read.
-        session: its plan says which modules are quantized.
+        observation: of the source's model; its plan says which modules are quantized.
         progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
 
     Attributes:
@@ -58,9 +58,9 @@ class QuantizedFiles:
         CalibrationError: the source's files hold tensors in quantized modules that the model does not know.
     """
 
-    def __init__(self, source: CheckpointSource, session: CalibrationSession, progress: Progress | None = None) -> None:
+    def __init__(self, source: CheckpointSource, observation: Observation, progress: Progress | None = None) -> None:
         self.source = source
-        self.session = session
+        self.observation = observation
         self.put_later_qparams()
         self.quantized = self._find_quantized()
         self.copied = self._find_copied()
@@ -86,7 +86,7 @@ class QuantizedFiles:
         """The quantized files of a checkpoint's folder, whose files are open inside the ``with`` block."""
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
-            yield cls(source, CalibrationSession(source.model, options), progress)
+            yield cls(source, Observation.of_model(source.model, options), progress)
 
     # ------------------------------------------------------------------ which tensors
 
@@ -95,13 +95,13 @@ class QuantizedFiles:
 
         With them the model is laid out, and its quantization config written, as if it were calibrated.
         """
-        for target in self.session.plan.targets:
+        for target in self.observation.plan.targets:
             if target.name not in skipped:
                 write_qparams(target.module, target.scheme, meta_qparams(target))
 
     def _find_quantized(self) -> list[str]:
         """The planned modules; with some experts of a layer, the Linears of all its experts."""
-        planned = {target.name for target in self.session.plan.targets}
+        planned = {target.name for target in self.observation.plan.targets}
         expert_prefixes = []
         for container in linear_experts(self.source.model):
             prefix = f"{container}."
@@ -166,20 +166,17 @@ class QuantizedFiles:
             remedy="delete them from the files, or list their modules in `ignore`.",
         )
 
-    def fused_sets(self) -> list[list[str]]:
+    def fused_sets(self) -> list[tuple[str, ...]]:
         """The quantized modules in sets that have to be observed together; most sets have one module."""
-        set_of_module: dict[str, tuple[str, ...]] = {}
-        for fused_set in self.session.plan.fused:
-            for name in fused_set:
-                set_of_module[name] = tuple(fused_set)
-        fused_sets = dict.fromkeys(set_of_module.get(name, (name,)) for name in self.quantized)
-        return [list(fused_set) for fused_set in fused_sets]
+        set_of_module = fused_sets_by_module(self.observation.plan)
+        fused_sets = {set_of_module.get(name, (name,)): None for name in self.quantized}
+        return list(fused_sets)
 
     # ------------------------------------------------------------------ writing
 
     def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
         """Load modules, observe their weights, and write their entries."""
-        with self.source.loaded(module_names), calibrated(self.session, module_names):
+        with self.source.loaded(module_names), calibrated(self.observation, module_names):
             for name in module_names:
                 self.write_module(writer, name)
 

@@ -66,9 +66,9 @@ def quantize_in_processes(
         max_shard_size: bytes of one file of weights.
         workers: how many processes.
     """
-    options = files.session.options
+    options = files.observation.options
     classes = {type(options.engine)}
-    for observer in files.session.observers.values():
+    for observer in files.observation.observers.values():
         classes.add(type(observer))
     imports = sorted({cls.__module__ for cls in classes})
     threads = max(1, torch.get_num_threads() // workers)
@@ -103,7 +103,7 @@ def _start(setup: _Setup) -> None:
     _workers.append(_Worker(files, writer))
 
 
-def _quantize(module_names: list[str]) -> tuple[str, int]:
+def _quantize(module_names: tuple[str, ...]) -> tuple[str, int]:
     """Write the entries of a fused set; the name of its last module, and how many bytes were written."""
     worker = _workers[0]
     written_before = worker.files.tally.done
