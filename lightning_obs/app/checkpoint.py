@@ -1,4 +1,4 @@
-"""Write the checkpoint, and load it in a new process as its users will."""
+"""Write the checkpoint of a run, and load it in a new process as its users will."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lightning_obs.app import reload_check
 from lightning_obs.app.console import bytes_done, step
 from lightning_obs.app.job import Job
 from lightning_obs.calibration.result import CalibrationResult
-from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.engines import VLLM, Transformers, Verdict
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.extra_runs import left_as_it_was
@@ -27,107 +26,178 @@ from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.streaming.other_files import copy_other_files
 
+#: longest sample that the reloaded checkpoint is compared on
 _CHECK_TOKENS = 128
 
 
 @dataclass(frozen=True)
-class _Carried:
-    """A tokenizer, and the other files beside the weights of the model: processor, code, licence."""
+class _FilesBesideWeights:
+    """A tokenizer and the other files of the source model (processor, code, licence), saved as a tokenizer is."""
 
     source: Path
     tokenizer: Any
 
     def save_pretrained(self, folder: str) -> None:
-        """Save it as a tokenizer is saved."""
+        """Write the files to the folder of the checkpoint."""
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         copy_other_files(self.source, Path(folder))
 
 
 def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[str]:
-    """Export, and on rank 0 verify where transformers loads it; every rank calls it. Returns lines for the report."""
-    wanted, engines = job.config.export, result.engines
-    with bytes_done("writing the checkpoint") as progress:
-        source, tokenizer = Path(str(job.config.model.get("path"))), getattr(job.module, "tokenizer", None)
-        carried = _Carried(source, tokenizer) if (source / "config.json").is_file() else None
-        how = {"overwrite": wanted.overwrite, "max_shard_size": wanted.max_shard_size, "progress": progress}
-        job.callback.export(folder, tokenizer=carried, **how)
+    """Export the model and, on rank 0, load the checkpoint again where transformers can. Every rank calls this.
+
+    Args:
+        job: of the run.
+        folder: of the checkpoint.
+        result: of the calibration.
+
+    Returns:
+        Lines for the closing report; none on other ranks.
+
+    Raises:
+        CalibrationError: loaded again, the checkpoint gives other outputs.
+    """
+    _export(job, folder)
     if not job.trainer.is_global_zero:
         return []
     lines: list[str] = []
-    if wanted.verify and (
-        "transformers" not in engines or engines["transformers"].loads or wanted.reload == "dequantize"
-    ):
-        with quantized(job.model):
-            inputs, expected = _answer(job, job.model)
-        if is_transformers_model(job.model):
-            difference, lines = _load_in_a_new_process(job, folder, {**inputs, "output": expected})
-        else:
-            difference, lines = _load_into_a_new_model(job, folder, expected)
-        if difference != 0.0 and not (wanted.reload == "dequantize" and is_transformers_model(job.model)):
-            raise CalibrationError(
-                "the checkpoint was written, but loaded again the model gives other outputs",
-                where=[str(folder)],
-                got=f"a difference of {difference}",
-                expected="0.0",
-            )
-    return [*lines, *closing_lines(folder, engines)]
+    if job.config.export.verify and _can_be_loaded_here(job, result.engines):
+        lines = _verify(job, folder)
+    return [*lines, *closing_lines(folder, result.engines)]
+
+
+def _export(job: Job, folder: Path) -> None:
+    """Write the checkpoint, with the files that stand beside the weights of the source model."""
+    options = job.config.export
+    source = Path(str(job.config.model.get("path")))
+    files = None
+    if (source / "config.json").is_file():
+        files = _FilesBesideWeights(source, getattr(job.module, "tokenizer", None))
+    with bytes_done("writing the checkpoint") as progress:
+        job.callback.export(
+            folder,
+            tokenizer=files,
+            overwrite=options.overwrite,
+            max_shard_size=options.max_shard_size,
+            progress=progress,
+        )
+
+
+def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
+    """Whether this package or transformers loads the checkpoint, perhaps by dequantizing it."""
+    if job.config.export.reload == "dequantize" or "transformers" not in engines:
+        return True
+    return engines["transformers"].loads
+
+
+def _verify(job: Job, folder: Path) -> list[str]:
+    """Load the checkpoint again and compare its output with the calibrated model's.
+
+    Returns:
+        Lines for the closing report.
+
+    Raises:
+        CalibrationError: it differs, although it is loaded without dequantizing.
+    """
+    with quantized(job.model):
+        inputs, expected = _answer(job, job.model)
+    is_transformers = is_transformers_model(job.model)
+    if is_transformers:
+        difference, lines = _load_in_a_new_process(job, folder, {**inputs, "output": expected})
+    else:
+        difference, lines = _load_into_a_new_model(job, folder, expected)
+    is_dequantized = is_transformers and job.config.export.reload == "dequantize"
+    if difference != 0.0 and not is_dequantized:
+        raise CalibrationError(
+            "the checkpoint was written, but loaded again the model gives other outputs",
+            where=[str(folder)],
+            got=f"a difference of {difference}",
+            expected="0.0",
+        )
+    return lines
 
 
 def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
     """The engines that refuse the checkpoint (for transformers and vLLM: why), its path, the engines that load it."""
-    refused = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
-    lines = [f"not loaded by {n}: {refused.pop(n)}" for n in (Transformers.name, VLLM.name) if n in refused]
-    if refused:
-        lines.append(f"not loaded by {', '.join(refused)}: docs/engines.md says what they take")
-    loads = [" on ".join(filter(None, (name, verdict.text))) for name, verdict in engines.items() if verdict.loads]
-    return [*lines, f"wrote {folder}  ({'; '.join(loads) or 'load_checkpoint'})"]
+    reasons = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
+    lines = []
+    for name in (Transformers.name, VLLM.name):
+        if name in reasons:
+            lines.append(f"not loaded by {name}: {reasons.pop(name)}")
+    if reasons:
+        lines.append(f"not loaded by {', '.join(reasons)}: docs/engines.md says what they take")
+    loaders = []
+    for name, verdict in engines.items():
+        if verdict.loads:
+            loaders.append(f"{name} on {verdict.text}" if verdict.text else name)
+    return [*lines, f"wrote {folder}  ({'; '.join(loaders) or 'load_checkpoint'})"]
 
 
 def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) -> tuple[float, list[str]]:
-    """The largest difference of the outputs of plain transformers, and lines for the report."""
-    wanted, file = job.config.export, Path(job.config.output_dir) / "reference.safetensors"
+    """Load the checkpoint with transformers alone.
+
+    Args:
+        job: of the run.
+        folder: of the checkpoint.
+        reference: the inputs by their names, and ``output``.
+
+    Returns:
+        The largest difference of the outputs, and a line for the closing report.
+    """
+    options = job.config.export
+    file = Path(job.config.output_dir) / "reference.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
-    tensors = {name: value for name, value in reference.items() if isinstance(value, torch.Tensor)}
-    save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, file)
+    tensors = {}
+    for name, value in reference.items():
+        if isinstance(value, torch.Tensor):
+            tensors[name] = value.cpu().contiguous()
+    save_file(tensors, file)
     command = [sys.executable, reload_check.__file__, str(folder), str(file)]
-    if wanted.reload == "dequantize":
+    if options.reload == "dequantize":
         command.append("--dequantize")
     if job.config.model.get("trust_remote_code"):
         command.append("--trust-remote-code")
     with step("loading the checkpoint in a new process"):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=wanted.verify_timeout, check=False)
-    if not done.stdout.strip():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=options.verify_timeout, check=False)
+    output = done.stdout.strip()
+    errors = done.stderr.strip()
+    if not output:
         raise CalibrationError(
             "the checkpoint was written, but a new process cannot load it",
             where=[str(folder)],
-            got=done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit code {done.returncode}",
+            got=errors.splitlines()[-1] if errors else f"exit code {done.returncode}",
         )
-    answer = json.loads(done.stdout.strip().splitlines()[-1])
-    lines = [
+    answer = json.loads(output.splitlines()[-1])
+    line = (
         f"loaded in a new process (transformers {answer['transformers']}, lightning_obs not imported): "
-        f"largest difference of {answer['what']} {answer['difference']}"
-    ]
-    return answer["difference"], lines
+        f"largest difference of {answer['kind']} {answer['difference']}"
+    )
+    return answer["difference"], [line]
 
 
 def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tuple[float, list[str]]:
-    """As :func:`~lightning_obs.load_checkpoint` does: the largest difference of the outputs, and a line."""
+    """Load the checkpoint with :func:`~lightning_obs.load_checkpoint`; returns as :func:`_load_in_a_new_process`."""
     with step("loading the checkpoint into a new model"):
-        loaded = find_module(job.load_again(folder), job.config.module)[1].eval()
-        _, output = _answer(job, loaded.to(expected.device))
+        _, model = job.load_again(folder)
+        model = model.eval().to(expected.device)
+        _, output = _answer(job, model)
     difference = (output.double() - expected.double()).abs().max().item()
     return difference, [f"loaded by load_checkpoint into a new model: largest difference of outputs {difference}"]
 
 
 def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
-    """Inputs of one held-out sample, and the model's output for them."""
-
-    def shorten(value: torch.Tensor) -> torch.Tensor:
-        return value[:1, :_CHECK_TOKENS] if value.ndim == 2 and not value.is_floating_point() else value[:1]
-
+    """The inputs of one held-out sample, and the model's output for them."""
     reload_check.align(model)
     batch = next(iter(job.data.test_dataloader()))
-    inputs = job.inputs(apply_to_collection(batch, torch.Tensor, shorten))
+    inputs = job.inputs(apply_to_collection(batch, torch.Tensor, _first_sample))
     with left_as_it_was(model), torch.inference_mode():
-        return inputs, reload_check.first_tensor(model(**inputs))[1]
+        _, output = reload_check.first_tensor(model(**inputs))
+    return inputs, output
+
+
+def _first_sample(values: torch.Tensor) -> torch.Tensor:
+    """The first row of a batch; of token ids and masks, its first tokens."""
+    if values.ndim == 2 and not values.is_floating_point():
+        return values[:1, :_CHECK_TOKENS]
+    return values[:1]

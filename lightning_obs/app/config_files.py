@@ -1,6 +1,6 @@
 """The files in ``configs/``: the options of each group, and the keys that each option sets.
 
-They are the one declaration of the keys of the command line, which hints about wrong keys and checks of values read.
+They alone declare the keys of the command line: hints about wrong keys and checks of values read them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,22 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-#: the first line of a config whose keys stand at the top level, not under the name of its group
-_AT_THE_TOP = "# @package _global_"
+#: the first line of a config whose keys are at the top level, not below the name of its group
+_TOP_LEVEL = "# @package _global_"
 
 
 @dataclass(frozen=True)
 class Option:
-    """A config file: ``observer/minmax.yaml`` is ``observer=minmax``; the top-level ``config.yaml`` has no group."""
+    """A config file: ``observer/minmax.yaml`` is ``observer=minmax``.
+
+    Attributes:
+        group: the folder of the file; empty for the top-level ``config.yaml``.
+        name: of the file, without its suffix.
+        values: by full key (``observer.averaging_constant``), also from the configs that it builds on.
+    """
 
     group: str
     name: str
-    #: values by full key, ``{"observer.averaging_constant": 0.01, ...}``, with those of the configs that it builds on
     values: Mapping[str, Any]
 
     def __str__(self) -> str:
@@ -51,11 +56,12 @@ def option_names(group: str) -> list[str]:
 @cache
 def options() -> list[Option]:
     """Every config file, the top-level one first."""
-    found = [Option("", "config", dict(_values(config_dir() / "config.yaml", "")))]
+    everything = [Option("", "config", dict(_values(config_dir() / "config.yaml", "")))]
     for group in group_names():
         for name in option_names(group):
-            found.append(Option(group, name, dict(_values(config_dir() / group / f"{name}.yaml", group))))
-    return found
+            file = config_dir() / group / f"{name}.yaml"
+            everything.append(Option(group, name, dict(_values(file, group))))
+    return everything
 
 
 def options_with(key: str) -> list[Option]:
@@ -74,20 +80,27 @@ def all_keys() -> list[str]:
 def _values(file: Path, group: str) -> Iterator[tuple[str, Any]]:
     """The keys and values of a file, after those of the configs that it builds on."""
     node: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    at_the_top = not group or file.read_text().startswith(_AT_THE_TOP)
-    for base in node.pop("defaults", ()):
-        if at_the_top:
-            continue  # what it overrides are options that a user can choose as well
-        if isinstance(base, str):
-            yield from _values(file.with_name(f"{base}.yaml"), group)
-        else:  # /observer@_here_: mse
-            for place, name in base.items():
-                other = place.strip("/").partition("@")[0]
-                yield from _values(config_dir() / other / f"{name}.yaml", group)
-    yield from _flat(node, "" if at_the_top else f"{group}.")
+    is_top_level = not group or file.read_text().startswith(_TOP_LEVEL)
+    bases = node.pop("defaults", ())
+    if not is_top_level:  # a top-level file overrides options that a user can choose as well
+        for base in bases:
+            for base_file in _files_of_base(base, file):
+                yield from _values(base_file, group)
+    yield from _flat(node, "" if is_top_level else f"{group}.")
+
+
+def _files_of_base(base: Any, file: Path) -> Iterator[Path]:
+    """The files of an entry of ``defaults``: ``checkpoint`` beside the file, or ``/observer@_here_: mse``."""
+    if isinstance(base, str):
+        yield file.with_name(f"{base}.yaml")
+        return
+    for place, name in base.items():
+        group = place.strip("/").partition("@")[0]
+        yield config_dir() / group / f"{name}.yaml"
 
 
 def _flat(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """The values below a node by their full keys, which begin with the prefix."""
     for key, value in node.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{key}.")

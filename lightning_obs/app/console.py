@@ -1,4 +1,4 @@
-"""Output of a run while it goes on; rank 0 only."""
+"""The output of a run while it runs; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """Show a step in progress, with a moving bar and the elapsed time."""
-    columns = TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()
+    """Show a step in progress, with a moving bar and the elapsed time, until the end of the ``with`` block."""
+    columns = [TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()]
     with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None)
         yield
@@ -40,10 +40,23 @@ def step(text: str) -> Iterator[None]:
 
 @contextmanager
 def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """As :func:`step`, shown at once or from the first call of the yielded function: with a name, bytes so far, all."""
-    name = TextColumn("{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True))  # takes the room that is left
-    columns = TextColumn("· {task.description}"), BarColumn(10), DownloadColumn(table_column=Column(no_wrap=True))
-    progress = Progress(*columns, TimeRemainingColumn(), name, expand=True, disable=rank_zero_only.rank != 0)
+    """Show a step in progress with the bytes that are done.
+
+    Args:
+        text: what the step does.
+        at_once: show it at the beginning; False: from the first call of the yielded function.
+
+    Yields:
+        A function to call with the name of a tensor, the bytes done so far, and all bytes.
+    """
+    columns = [
+        TextColumn("· {task.description}"),
+        BarColumn(10),
+        DownloadColumn(table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[name]}", table_column=Column(ratio=1, no_wrap=True)),  # in the remaining width
+    ]
+    progress = Progress(*columns, expand=True, disable=rank_zero_only.rank != 0)
     task = progress.add_task(text, total=None, name="")
 
     def advance(name: str, done: int, total: int) -> None:

@@ -2,8 +2,8 @@
 
 python reload_check.py CHECKPOINT REFERENCE.safetensors [--dequantize] [--trust-remote-code]
 
-The reference holds the inputs by their names, and ``output``. Prints one line of JSON: the largest difference of logits
-(of hidden states, where there are none), and the version of transformers.
+The reference holds the inputs by their names, and ``output``. Prints a line of JSON: the largest difference of the
+outputs, their kind (logits, or else hidden states), and the version of transformers.
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ def main() -> None:
     options = parser.parse_args()
 
     warnings.filterwarnings("ignore")
-    here = str(Path(__file__).parent)  # the files beside this one are not packages
-    sys.path = [entry for entry in sys.path if entry != here]
+    folder = str(Path(__file__).parent)
+    sys.path = [entry for entry in sys.path if entry != folder]  # files beside this one would hide packages
     import torch
     import transformers
     from safetensors.torch import load_file
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    how: dict[str, Any] = {}
+    trust = options.trust_remote_code
+    arguments: dict[str, Any] = {"trust_remote_code": trust}
     if options.dequantize:
-        how["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
-    trusted = options.trust_remote_code
-    config = transformers.AutoConfig.from_pretrained(options.checkpoint, trust_remote_code=trusted)
-    # The class of a model that comes with its own code is not in transformers.
-    kind = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
-    model = kind.from_pretrained(options.checkpoint, trust_remote_code=trusted, **how).eval()
+        arguments["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)
+    config = transformers.AutoConfig.from_pretrained(options.checkpoint, trust_remote_code=trust)
+    # transformers does not have the class of a model that comes with its own code
+    model_class = getattr(transformers, config.architectures[0], transformers.AutoModelForCausalLM)
+    model = model_class.from_pretrained(options.checkpoint, **arguments).eval()
     align(model)
     inputs = load_file(options.reference)
     expected = inputs.pop("output")
     with torch.inference_mode():
-        what, output = first_tensor(model(**inputs))
-    answer = {"difference": (output.double() - expected.double()).abs().max().item(), "what": what}
-    print(json.dumps({**answer, "transformers": transformers.__version__}))
+        kind, output = first_tensor(model(**inputs))
+    difference = (output.double() - expected.double()).abs().max().item()
+    print(json.dumps({"difference": difference, "kind": kind, "transformers": transformers.__version__}))
 
 
 def align(model: Any) -> None:
-    """Let equal models give equal bits: experts run one by one, and tensors have memory of their own.
+    """Make equal models give equal bits, by the same order of every summation.
 
-    transformers' other ways of running experts add in another order. safetensors maps tensors from the file at any
-    offset, and MKL's order of summation depends on the address of a matrix: those whose address is not a multiple of
-    64 bytes are copied to memory as torch allocates it.
+    Experts run one by one, since transformers' other ways of running them add in another order. MKL's order depends on
+    the address of a matrix, and safetensors maps tensors from the file at any offset: tensors whose address is not a
+    multiple of 64 bytes are copied to memory that torch allocates.
     """
     has_experts = any("Experts" in type(module).__name__ for module in model.modules())
     if has_experts and hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     for tensor in [*model.parameters(), *model.buffers()]:
         data = tensor.data
-        if not hasattr(data, "to_local") and data.data_ptr() % 64:  # the memory of a sharded one was allocated
+        is_sharded = hasattr(data, "to_local")  # torch has allocated the memory of a shard
+        if not is_sharded and data.data_ptr() % 64:
             tensor.data = data.clone()
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """The tensor of a model's output to compare, with its name: the logits, or else the first tensor."""
+    """The tensor to compare in a model's output, after its kind: the logits, or else the first tensor."""
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
     if hasattr(output, "to_tuple"):

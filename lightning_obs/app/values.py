@@ -1,7 +1,7 @@
 """Refuse values of another kind than the configs declare, before anything is loaded.
 
-Hydra reads ``no``, ``yes`` and ``flase`` as text, and any text is true; OmegaConf's own schemas would need a second
-declaration of every key. So the declaration of a key is its value in the files of ``configs/``.
+Hydra reads ``no``, ``yes`` and ``flase`` as text, and any text is true. OmegaConf's own schemas would need a second
+declaration of every key, so a key is declared by its value in the files of ``configs/``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from lightning_obs.app.config_files import options
 from lightning_obs.errors import CalibrationError
 
 #: values beside those of the declared kind
-_ALSO: dict[str, Sequence[object]] = {"model.layerwise": ["quantized"], "task.seed": [None]}
-#: beginnings of keys whose numbers are checked by what reads them: Lightning, observers, compressed-tensors, the plan
-_NUMBERS_CHECKED_THERE = (
+_FURTHER_VALUES: dict[str, Sequence[object]] = {"model.layerwise": ["quantized"], "task.seed": [None]}
+#: beginnings of keys whose numbers are checked where they are used: by Lightning, an observer, a scheme, the plan
+_NUMBERS_CHECKED_LATER = (
     "trainer.",
     "observer.",
     "weight_observer.",
@@ -39,18 +39,25 @@ def check_values(config: DictConfig) -> None:
     """
     for key, kinds in _declared_kinds().items():
         value = OmegaConf.select(config, key, default=_ABSENT)
-        if value is _ABSENT:
-            continue
-        if value == "" and key not in _MAY_BE_EMPTY:
-            raise CalibrationError(f"{key} is empty", remedy="give a value, or leave it out.")
-        if OmegaConf.is_config(value) and key.startswith("trainer."):
-            continue  # an object that Hydra makes, such as a logger
-        expected = _expected(key, kinds)
-        allowed = [*_ALSO.get(key, ()), *([None] if type(None) in kinds else ())]
-        if expected is None or value in allowed or _is_of_kind(value, kinds):
-            continue
-        beside = "".join(f", or {_written(other)}" for other in allowed)
-        raise CalibrationError(key, got=repr(value), expected=f"{expected}{beside}")
+        if value is not _ABSENT:
+            _check_value(key, value, kinds)
+
+
+def _check_value(key: str, value: Any, kinds: set[type]) -> None:
+    """Raise for a value that is not of the kinds that the configs declare for a key."""
+    if value == "" and key not in _MAY_BE_EMPTY:
+        raise CalibrationError(f"{key} is empty", remedy="give a value, or leave it out.")
+    if OmegaConf.is_config(value) and key.startswith("trainer."):
+        return  # an object that Hydra makes, such as a logger
+    expected = _expected(key, kinds)
+    further_values = list(_FURTHER_VALUES.get(key, ()))
+    if type(None) in kinds:
+        further_values.append(None)
+    if expected is None or value in further_values or _is_of_kind(value, kinds):
+        return
+    for further_value in further_values:
+        expected += f", or {'null' if further_value is None else further_value}"
+    raise CalibrationError(key, got=repr(value), expected=expected)
 
 
 def _declared_kinds() -> dict[str, set[type]]:
@@ -63,20 +70,17 @@ def _declared_kinds() -> dict[str, set[type]]:
 
 
 def _expected(key: str, kinds: set[type]) -> str | None:
-    """What a key takes, for a person; None where any kind is taken."""
-    stated = kinds - {type(None)}
-    if stated == {bool}:
+    """The kind of value that a key takes, for a person; None where any kind is taken."""
+    value_kinds = kinds - {type(None)}
+    if value_kinds == {bool}:
         return "true or false"
-    if not stated or key.startswith(_NUMBERS_CHECKED_THERE) or not stated <= {int, float}:
+    if not value_kinds or key.startswith(_NUMBERS_CHECKED_LATER) or not value_kinds <= {int, float}:
         return None
-    return "a number" if float in stated else "a whole number"
+    return "a number" if float in value_kinds else "a whole number"
 
 
 def _is_of_kind(value: Any, kinds: set[type]) -> bool:
+    """Whether a value is a switch where one is declared, or a number where one is declared."""
     if bool in kinds or isinstance(value, bool):
         return bool in kinds and isinstance(value, bool)
     return isinstance(value, (int, float) if float in kinds else int)
-
-
-def _written(value: object) -> str:
-    return "null" if value is None else str(value)

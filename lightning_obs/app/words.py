@@ -1,11 +1,11 @@
-"""The package's errors name options of Python; here they are put into the words of the command line."""
+"""Errors of the package name options of Python; for the command line they name its keys."""
 
 from __future__ import annotations
 
 import re
 
-#: patterns of Python in errors, and the words for them
-_WORDS = (
+#: regular expressions of Python's options in errors, and their replacements
+_REPLACEMENTS = (
     (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
     (r"device_map='auto'", "model.device_map=auto"),
     (r"reload=[\"'](\S+?)[\"']", r"export.reload=\1"),
@@ -22,13 +22,13 @@ _WORDS = (
 
 
 def in_words(text: str) -> str:
-    """A text of the package in the words of the command line; called for each error that ends a run.
+    """The text of an error, with Python's options replaced by keys of the command line.
 
     >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set reload='unchecked'.")
     'load the model in bfloat16 (model.dtype=bfloat16), or set export.reload=unchecked.'
     >>> in_words("set overwrite=True, which replaces a checkpoint (a callback's export_overwrite=True).")
     'set export.overwrite=true, which replaces a checkpoint.'
     """
-    for pattern, word in _WORDS:
-        text = re.sub(pattern, word, text)
+    for pattern, replacement in _REPLACEMENTS:
+        text = re.sub(pattern, replacement, text)
     return text

@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from lightning_obs.app.config_files import config_dir
-from lightning_obs.app.main import refuse_unread
+from lightning_obs.app.typed_words import refuse_unread
 
 ROOT = Path(__file__).parents[2]
 #: docs/command_line.md shows it

@@ -2,8 +2,6 @@
 
 import inspect
 import shlex
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 from compressed_tensors.quantization import QuantizationArgs
@@ -13,8 +11,7 @@ from omegaconf import OmegaConf
 
 from lightning_obs import CalibrationOptions
 from lightning_obs.app.config_files import config_dir
-from lightning_obs.app.data.module import DataOptions
-from lightning_obs.app.job import make_options
+from lightning_obs.app.from_config import make_options
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.config import preset_names
 
@@ -78,14 +75,13 @@ def test_every_target_is_a_class():
 def test_every_model_and_all_data_name_a_class_that_takes_what_the_config_sets(path):
     config = OmegaConf.to_container(select(f"{path.parts[0]}={path.stem}"))[path.parts[0]]
     parameters = inspect.signature(get_class(config.pop("_target_"))).parameters
-    options = [field.name for field in fields(DataOptions)] if "options" in parameters else ()
-    assert set(config) <= {*parameters, *options, "layerwise"}  # which the task reads
+    assert set(config) <= {*parameters, "layerwise"}  # which the task reads
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", sorted({command for path in FILES for command in opening_commands(path)}))
 def test_the_command_that_a_config_opens_with_composes_and_makes_a_callback(command):
-    for placeholder in ("<folder or hub name>", "<text file, jsonl, or folder>", "<folder of images>"):
+    for placeholder in ("<folder or hub name>", "<text file, jsonl, or folder>"):
         command = command.replace(placeholder, "folder")
     words = shlex.split(command)
     overrides = [word for word in words[3:] if not word.startswith("--")]
@@ -99,18 +95,6 @@ def test_every_config_opens_with_what_it_is_for(path):
     lines = [line for line in (config_dir() / path).read_text().splitlines() if not line.startswith("# @package")]
     assert lines[0].startswith("# ")
     assert "python -m lightning_obs" in "\n".join(lines[:6])
-
-
-PAGES = [Path(__file__).parents[2] / "docs" / name for name in ("models.md",)]
-
-
-@pytest.mark.parametrize(
-    "command",
-    [line for page in PAGES for line in page.read_text().splitlines() if line.startswith("python -m lightning_obs")],
-)
-def test_the_commands_of_a_page_compose(command):
-    words = shlex.split(command.replace("<folder or hub name>", "folder").replace("<folder of images>", "folder"))
-    make_options(select(*words[3:]))
 
 
 def test_keys_beside_a_preset_replace_its_own():

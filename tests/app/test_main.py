@@ -2,16 +2,17 @@
 
 import json
 import re
+import shutil
 import warnings
 
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions, CalibrationWarning
-from lightning_obs.app.job import make_options, make_trainer
+from lightning_obs.app.from_config import make_options, make_trainer
 from lightning_obs.app.main import run
 from lightning_obs.report.numbers import number
 
@@ -50,9 +51,13 @@ def test_one_token_is_refused_before_the_model_is_loaded(composed, monkeypatch):
         run(composed("data.tokens=1", "export=none"))
 
 
-def test_a_metric_of_the_original_that_is_not_a_number_is_refused(composed):
+def test_a_metric_of_the_original_that_is_not_a_number_is_refused(composed, tiny_folder, tmp_path):
+    shutil.copytree(tiny_folder, tmp_path / "broken")
+    tensors = load_file(tmp_path / "broken" / "model.safetensors")
+    tensors["model.norm.weight"][:] = float("nan")
+    save_file(tensors, tmp_path / "broken" / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CalibrationError, match=r"perplexity of the unquantized model.*Got nan.*evaluate=false"):
-        run(composed("data=documents", "data.tokens=1", "data.batch_size=1", "export=none"))
+        run(composed(f"model.path={tmp_path / 'broken'}", "export=none"))
 
 
 def test_a_scheme_without_data_runs_no_batch_and_says_so(composed, capsys):
@@ -121,10 +126,6 @@ def test_nvfp4_in_bfloat16_is_verified(composed, capsys, verified_here):
 
 
 def test_a_checkpoint_with_other_logits_is_an_error(composed, tmp_path, monkeypatch, verified_here):
-    from safetensors.torch import load_file, save_file
-
-    from lightning_obs import CalibrationCallback
-
     export = CalibrationCallback.export
 
     def damage(self, folder, **kwargs):

@@ -1,278 +1,200 @@
-"""Encoders, models with encoder and decoder, and modules of one's own on the command line."""
+"""The modules in examples/other_models: each runs by the command in its docstring, on a tiny model.
 
+timm and torchvision are in a folder of their own, ``<environment>/timm``, which only one process of this file sees:
+torchvision's wheels are built for torch with CUDA, so importing them fails on a machine without it, and other packages
+import torchvision as soon as they find it. timm's models use none of torchvision's operators, which cannot be loaded.
+"""
+
+import ast
 import json
-import pickle
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
-from lightning.pytorch import LightningDataModule, LightningModule
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from torchmetrics.classification import MulticlassAccuracy
+from PIL import Image
+from sklearn.datasets import load_digits
 from transformers import AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-from lightning_obs import CalibrationError
-from lightning_obs.app.data.module import DocumentData
-from lightning_obs.app.main import run
-from tests.support.tiny_model import save_tiny_bert, save_tiny_t5, tiny_tokenizer
+from tests.support.in_process import Done, run_command_line
+from tests.support.markdown import ROOT, page
+from tests.support.tiny_model import save_tiny_bert, save_tiny_t5
 
-SMALL = ["trainer=cpu", "trainer.enable_progress_bar=false", "data.batches=2", "data.eval_batches=2"]
-MOODS = ("bad", "good")
-
-
-@pytest.fixture(scope="module")
-def reviews(tmp_path_factory):
-    """48 texts of several lengths, of two classes, with a shorter text beside each."""
-    path = tmp_path_factory.mktemp("data") / "reviews.jsonl"
-    rows = [
-        {"text": f"number {i}, " + "very " * (i % 5) + mood, "mood": mood, "stars": i % 2, "short": f"{i} it is"}
-        for i, mood in enumerate(MOODS[i // 2 % 2] for i in range(48))
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    return path
+EXAMPLES = ROOT / "examples" / "other_models"
+SMALL = ["trainer=cpu", "trainer.enable_progress_bar=false", "output_dir=run"]
 
 
-@pytest.fixture(scope="module")
-def classifier(tmp_path_factory):
-    return save_tiny_bert(tmp_path_factory.mktemp("classifier"), MOODS)
+def example(name):
+    """The command in the docstring of an example."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text()))
+    [command] = re.findall(r"python -m lightning_obs (.*?)\n\n", text, flags=re.DOTALL)
+    return command.replace("\\\n", " ")
 
 
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory):
-    return save_tiny_bert(tmp_path_factory.mktemp("encoder"))
+def words(name, **values):
+    """The arguments of an example's command, with values in place of its placeholders."""
+    command = example(name)
+    for placeholder, value in values.items():
+        command = command.replace(f"<{placeholder.replace('_', ' ')}>", str(value))
+    return [*shlex.split(command), *SMALL]
 
 
 @pytest.fixture
-def other(composed, reviews):
-    """Compose for another model than a causal one, on the reviews."""
-
-    def make(kind, folder, *overrides):
-        model = [f"model={kind}", f"model.path={folder}"]
-        return composed(*SMALL, *model, f"data.path={reviews}", "data.tokens=24", *overrides, tiny=False)
-
-    return make
+def folder(tmp_path):
+    """A user's folder with a copy of the examples."""
+    for file in EXAMPLES.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    return tmp_path
 
 
-LABELLED = ["data.batch_size=4", "data.label_field=mood"]
+def lines_of(rows):
+    return "\n".join(json.dumps(row) for row in rows)
 
 
-@pytest.mark.usefixtures("verified_here")
-def test_a_classifier_of_texts_is_judged_by_its_accuracy(other, classifier, tmp_path, capsys):
-    row = run(other("encoder", classifier, *LABELLED, "scheme=int8_static"))
-    assert row["metric"] == "accuracy"
-    assert all(0 <= value <= 1 for value in row["accuracy"])
-    output = capsys.readouterr().out
-    assert (
-        "calibrating BertForSequenceClassification (`model`): 12 of 14 Linear; left out: bert.pooler.dense, classifier"
-        in output
-    )
-    assert "largest difference of logits 0.0" in output
-    assert f"accuracy {row['accuracy'][0]:.4g}"[:12] in output
-    folder = tmp_path / "run" / "checkpoint"
-    assert AutoModelForSequenceClassification.from_pretrained(folder).config.label2id == {"bad": 0, "good": 1}
-    assert run(other("encoder", folder, *LABELLED, "task=evaluate"))["accuracy"] == (None, row["accuracy"][1])
+MOODS = ("bad", "good")
+
+
+@pytest.fixture
+def classifier(folder):
+    """A tiny classifier, beside 48 texts of several lengths and two classes."""
+    rows = []
+    for index in range(48):
+        mood = MOODS[index // 2 % 2]
+        rows.append({"text": f"number {index}, " + "very " * (index % 5) + mood, "label": mood})
+    (folder / "reviews.jsonl").write_text(lines_of(rows))
+    return save_tiny_bert(folder / "classifier", MOODS)
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_without_labels_an_encoder_is_held_against_the_unquantized_one(other, encoder, capsys):
-    row = run(other("encoder", encoder, "data.batch_size=4", "scheme=w4a16", "group_size=32"))
-    before, after = row["similarity"]
-    assert before == pytest.approx(1.0, abs=1e-6)
-    assert 0.5 < after < 0.9999
-    assert "largest difference of hidden states 0.0" in capsys.readouterr().out
-
-
-def test_similarity_judges_no_model_by_itself(other, encoder):
-    with pytest.raises(CalibrationError, match=r"nothing judges a single model.*data\.label_field"):
-        run(other("encoder", encoder, "data.batch_size=4", "task=evaluate"))
+def test_a_classifier_of_texts_is_judged_by_its_accuracy(classifier, folder):
+    done = run_command_line(*words("sentence_classifier", folder_or_hub_name=classifier), folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "12 of 14 Linear; left out: bert.pooler.dense, classifier" in done.stdout
+    assert "largest difference of logits 0.0" in done.stdout
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert all(0 <= value <= 1 for value in report["accuracy"])
+    checkpoint = folder / "run" / "checkpoint"
+    assert AutoModelForSequenceClassification.from_pretrained(checkpoint).config.label2id == {"bad": 0, "good": 1}
+    again = words("sentence_classifier", folder_or_hub_name=checkpoint)
+    read_by_evaluate = [word for word in again if not word.startswith(("token_mask", "ignore", "scheme", "output_dir"))]
+    done = run_command_line(*read_by_evaluate, "task=evaluate", "output_dir=again", folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((folder / "again" / "report.json").read_text())["accuracy"] == [None, report["accuracy"][1]]
 
 
 @pytest.mark.usefixtures("verified_here")
-def test_padding_of_an_encoders_batch_is_not_observed(other, encoder):
-    narrow = ["data.batch_size=1", "data.batches=8", "data.eval_batches=8"]
-    wide = ["data.batch_size=8", "data.batches=1", "data.eval_batches=1"]
+def test_a_classifier_is_fine_tuned_and_its_checkpoint_has_the_same_accuracy(classifier, folder):
+    command = words("sentence_classifier", folder_or_hub_name=classifier)
+    training = ["task=finetune", "scheme=w4a16", "group_size=32", "trainer.max_steps=4", "+data.batch_size=2"]
+    done = run_command_line(*command, *training, folder=folder)
+    assert done.returncode == 0, done.stderr
+    report = json.loads((folder / "run" / "report.json").read_text())
+    assert report["accuracy_reloaded"] == report["accuracy"][1]
+    assert report["accuracy_calibrated"] is not None
+
+
+def test_padding_of_a_classifiers_batch_is_not_observed(classifier, folder):
     scales = []
-    for sizes in (narrow, wide):
-        config = other("encoder", encoder, "scheme=int8_static", "observer=static_minmax", "export=none", *sizes)
-        run(config)
-        report = json.loads(Path(config.output_dir, "report.json").read_text())
+    for batch_size in (1, 8):
+        command = words("sentence_classifier", folder_or_hub_name=classifier)
+        more = ["observer=static_minmax", "export=none", f"+data.batch_size={batch_size}", "evaluate=false"]
+        done = run_command_line(*command, *more, folder=folder)
+        assert done.returncode == 0, done.stderr
+        report = json.loads((folder / "run" / "report.json").read_text())
         scales.append({layer["name"]: layer["chosen_high"] for layer in report["layers"]})
     assert scales[0] == pytest.approx(scales[1], rel=1e-4)
 
 
-@pytest.mark.usefixtures("verified_here")
-def test_a_model_with_encoder_and_decoder_is_judged_by_the_perplexity_of_its_targets(other, tmp_path, capsys):
-    folder = save_tiny_t5(tmp_path / "t5")
-    row = run(other("seq2seq", folder, "data.target_field=short", "scheme=int8_static"))
-    assert row["metric"] == "perplexity"
-    assert row["perplexity"][0] != row["perplexity"][1]
-    output = capsys.readouterr().out
-    assert "calibrating T5ForConditionalGeneration (`model`): 32 of 33 Linear; left out: lm_head" in output
-    assert "largest difference of logits 0.0" in output
-    assert "not loaded by vLLM" in output
-    assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "run" / "checkpoint").config.is_encoder_decoder
-
-
-FINE_TUNE = ["task=finetune", "scheme=w4a16", "group_size=32", "data.train_batches=4", "trainer.max_steps=4"]
-
-
-@pytest.mark.usefixtures("verified_here")
-def test_a_classifier_is_fine_tuned_and_its_checkpoint_has_the_same_accuracy(other, classifier):
-    row = run(other("encoder", classifier, *LABELLED, *FINE_TUNE, "data.batch_size=2"))
-    assert row["accuracy_reloaded"] == row["accuracy"][1]
-    assert row["accuracy_calibrated"] is not None
-
-
-def test_training_without_labels_is_an_error(other, encoder):
-    with pytest.raises(CalibrationError, match=r"training needs labels.*data\.label_field"):
-        run(other("encoder", encoder, *FINE_TUNE, "data.batch_size=2", "export=none"))
-
-
-def test_labels_for_a_model_without_a_head_are_an_error(other, encoder):
-    with pytest.raises(CalibrationError, match=r"the model has no head.*BertModel"):
-        run(other("encoder", encoder, "data.batch_size=4", "data.label_field=stars", "export=none"))
-
-
-@pytest.mark.parametrize("label", [2, 0.5, -1])
-def test_a_label_without_a_class_is_an_error(other, classifier, tmp_path, label):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"text": f"text {i}", "n": label}) for i in range(32)))
-    labelled = ["data.batch_size=4", "data.label_field=n", f"data.path={path}", "export=none"]
-    with pytest.raises(CalibrationError, match=rf"no class for.*\[{label}\].*from 0 to 1"):
-        run(other("encoder", classifier, *labelled))
-
-
-def test_an_unknown_label_is_named_with_its_place(other, classifier, reviews):
-    unknown = (
-        r"reviews\.jsonl:2: the model does not know the label in the field 'short'. Got '1 it is', .*'bad' \(0\), "
-    )
-    with pytest.raises(CalibrationError, match=rf"{unknown}'good' \(1\).*label2id"):
-        run(other("encoder", classifier, "data.batch_size=4", "data.label_field=short"))
-    with pytest.raises(
-        CalibrationError, match=r"has no field 'party'. Got the fields text, mood, .*data\.label_field="
-    ):
-        run(other("encoder", classifier, "data.batch_size=4", "data.label_field=party"))
-
-
-def test_too_few_texts_are_refused(other, classifier):
-    with pytest.raises(CalibrationError, match=r"too few calibration texts.*24.*expected 80"):
-        run(other("encoder", classifier, "data.batch_size=4", "data.batches=20"))
-
-
-def test_a_model_without_a_path_says_so(command_line):
-    done = command_line("model=encoder", *SMALL, tiny=False)
+@pytest.mark.parametrize("label", [2, 0.5, "best"])
+def test_a_label_without_a_class_is_an_error(classifier, folder, label):
+    (folder / "reviews.jsonl").write_text(lines_of([{"text": f"text {i}", "label": label} for i in range(32)]))
+    done = run_command_line(*words("sentence_classifier", folder_or_hub_name=classifier), folder=folder)
     assert done.returncode == 1
-    assert "model.path has to be given" in done.stderr
+    assert f"a label in reviews.jsonl. Got {label!r}, expected a number, or one of bad, good" in done.stderr
 
 
-def test_the_default_text_has_paragraphs_enough_and_its_data_can_be_pickled():
-    data = pickle.loads(pickle.dumps(DocumentData(tiny_tokenizer(), batches=64, eval_batches=64, batch_size=8)))
-    assert next(iter(data.val_dataloader()))["input_ids"].shape[0] == 8
-    assert all(len(row["input_ids"]) > 30 for row in data.calibration)
+@pytest.mark.usefixtures("verified_here")
+def test_a_model_with_encoder_and_decoder_is_judged_by_the_perplexity_of_its_targets(folder):
+    rows = [{"text": f"a text of number {index}", "target": f"{index} it is"} for index in range(16)]
+    (folder / "pairs.jsonl").write_text(lines_of(rows))
+    model = save_tiny_t5(folder / "t5")
+    done = run_command_line(*words("text_pairs", folder_or_hub_name=model), folder=folder)
+    assert done.returncode == 0, done.stderr
+    assert "calibrating T5ForConditionalGeneration (`model`): 32 of 33 Linear; left out: lm_head" in done.stdout
+    assert "largest difference of logits 0.0" in done.stdout
+    assert "not loaded by vLLM" in done.stdout
+    before, after = json.loads((folder / "run" / "report.json").read_text())["perplexity"]
+    assert before != after
+    assert AutoModelForSeq2SeqLM.from_pretrained(folder / "run" / "checkpoint").config.is_encoder_decoder
 
 
-def test_without_a_target_text_the_second_half_of_a_text_is_the_target(tmp_path):
-    (tmp_path / "a.txt").write_text("one two three four\n\nfive six seven eight")
-    sizes = {"batches": 1, "tokens": 64, "eval_batches": 1}
-    data = DocumentData(tiny_tokenizer(), path=tmp_path / "a.txt", targets=True, **sizes)
-    (batch,) = data.test_dataloader()
-    assert tiny_tokenizer().decode(batch["input_ids"][0]) == "five six"
-    assert tiny_tokenizer().decode(batch["labels"][0]) == "seven eight"
+TIMM = Path(sys.prefix) / "timm"
+MODEL = "test_efficientnet"
+#: makes timm importable, saves weights, and runs each command line, all in one process; prints their outputs
+RUN = f"""
+import json, sys
+from pathlib import Path
+import torch
+
+timm_folder, weights, commands = sys.argv[1:]
+sys.path.append(timm_folder)
+try:
+    torch.ops.load_library(timm_folder + "/torchvision/_C.so")
+except OSError:  # torchvision's Python files register a fake of these operators
+    library = torch.library.Library("torchvision", "DEF")
+    library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+import timm
+from tests.support.in_process import run_command_line
+
+torch.manual_seed(0)
+torch.save(timm.create_model("{MODEL}", num_classes=10).state_dict(), weights)
+outputs = []
+for words in json.loads(commands):
+    outputs.append(vars(run_command_line(*words, folder=Path.cwd())))
+print(json.dumps(outputs))
+"""
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "one two", "summary": ""}, r"a.jsonl:2 has an empty target. Got ''.*leave such rows out"),
-        ({"text": "", "summary": "one"}, r"a.jsonl:2 has an empty text"),
-    ],
-)
-def test_an_empty_text_is_named(row, message, tmp_path):
-    (tmp_path / "a.jsonl").write_text("\n".join([json.dumps(row)] * 2))
-    options = {"batches": 1, "eval_batches": 1, "target_field": "summary", "targets": True}
-    with pytest.raises(CalibrationError, match=message):
-        DocumentData(tiny_tokenizer(), path=tmp_path / "a.jsonl", **options)
-
-
-# ---------------------------------------------------------------------- a module of one's own
-
-
-class Two(LightningModule):
-    """Logs two values, and says which one counts."""
-
-    metric = "accuracy"
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
-        self.accuracy = MulticlassAccuracy(3)
-
-    def model_inputs(self, batch):
-        return {"input": batch[0]}
-
-    def validation_step(self, batch, batch_idx):
-        self.net(batch[0])
-
-    def test_step(self, batch, batch_idx):
-        logits = self.net(batch[0])
-        self.accuracy.update(logits, batch[1])
-        self.log("loss", nn.functional.cross_entropy(logits, batch[1]))
-        self.log("accuracy", self.accuracy)
-
-
-class Silent(Two):
-    """Does not say which one."""
-
-    metric = None
-
-
-class Points(LightningDataModule):
-    """Knows nothing of tokenizers."""
-
-    def __init__(self, batches=2):
-        super().__init__()
-        torch.manual_seed(1)
-        self.rows = TensorDataset(torch.randn(4 * batches, 32), torch.randint(0, 3, (4 * batches,)))
-
-    def val_dataloader(self):
-        return DataLoader(self.rows, batch_size=4)
-
-    test_dataloader = val_dataloader
-
-
-def own(composed, name, *overrides):
-    return composed(
-        *("~model", f"+model._target_={__name__}.{name}", "~data", f"+data._target_={__name__}.Points", "module=net"),
-        *("trainer=cpu", "trainer.enable_progress_bar=false", "scheme=int8_static", "ignore=[]", *overrides),
-        tiny=False,
+@pytest.mark.slow
+@pytest.mark.skipif(not TIMM.is_dir(), reason="make test installs timm and torchvision in .venv/timm")
+def test_an_image_model_with_convolutions_is_calibrated_exported_and_loaded_again(folder):
+    images = folder / "digits"
+    digits = load_digits()
+    for index, (pixels, digit) in enumerate(zip(digits.images[:40], digits.target[:40], strict=True)):
+        (images / str(digit)).mkdir(parents=True, exist_ok=True)
+        image = Image.fromarray((pixels * 15).astype("uint8")).convert("RGB")
+        image.save(images / str(digit) / f"{index}.png")
+    weights = folder / "weights.pth"
+    command = words("timm_images", folder_of_images=images)
+    command = [word.replace("resnet18.a1_in1k", MODEL) for word in command] + ["+model.num_classes=10"]
+    calibrate = [*command, f"+model.path={weights}"]
+    read_by_evaluate = [word for word in command if word.startswith(("~", "+", "trainer"))]
+    evaluate = [*read_by_evaluate, "task=evaluate", "+model.path=run/checkpoint", "output_dir=again"]
+    process = [sys.executable, "-W", "ignore", "-c", RUN, str(TIMM), str(weights), json.dumps([calibrate, evaluate])]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        process, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+    assert done.returncode == 0, done.stderr
+    calibrated, evaluated = (Done(**output) for output in json.loads(done.stdout.splitlines()[-1]))
+    assert calibrated.returncode == 0, calibrated.stderr
+    assert "left out" not in calibrated.stdout
+    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in calibrated.stdout
+    before, after = json.loads((folder / "run" / "report.json").read_text())["accuracy"]
+    assert 0 <= before <= 1
+    checkpoint_bytes = sum(path.stat().st_size for path in (folder / "run" / "checkpoint").iterdir())
+    assert checkpoint_bytes < 0.5 * weights.stat().st_size
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert json.loads((folder / "again" / "report.json").read_text())["accuracy"] == [None, after]
 
 
-def test_a_module_of_ones_own_is_judged_by_the_value_that_it_names(composed, capsys):
-    row = run(own(composed, "Two"))
-    assert row["metric"] == "accuracy"
-    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in capsys.readouterr().out
-
-
-def test_of_several_values_one_has_to_be_named(composed):
-    with pytest.raises(CalibrationError, match=r"Silent\.test_step logs loss, accuracy.*metric = 'loss'"):
-        run(own(composed, "Silent", "export=none"))
-
-
-METRICS = ("perplexity", "accuracy")
-
-
-def test_runs_with_different_metrics_stand_side_by_side(composed, tmp_path, capsys):
-    for name, metric in zip("ab", METRICS, strict=True):
-        (tmp_path / name).mkdir()
-        found = {"run": name, "metric": metric, metric: [0.5, 0.25], "size": 2**20}
-        (tmp_path / name / "report.json").write_text(json.dumps(found))
-    run(composed("task=compare", f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"))
-    table = capsys.readouterr().out
-    assert "perplexity 0.25000" in table
-    assert "accuracy 0.25000" in table
-    assert (tmp_path / "run" / "report.html").is_file()
-    shown = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
-    assert [(row["metric"], row[row["metric"]]) for row in shown] == [(name, [0.5, 0.25]) for name in METRICS]
+def test_the_page_shows_the_commands_of_the_examples():
+    text = page("docs/models.md").replace("\\\n", " ")
+    shown = [line.split() for line in text.splitlines()]
+    for file in EXAMPLES.glob("*.py"):
+        assert ["python", "-m", "lightning_obs", *example(file.stem).split()] in shown, file.stem

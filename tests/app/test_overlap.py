@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.data.module import DocumentData, TextData
+from lightning_obs.app.data.module import TextData
 from lightning_obs.app.data.overlap import RUN, HeldOutRuns, run_hashes
 from tests.support.tiny_model import tiny_tokenizer
 
@@ -91,47 +91,6 @@ def test_a_text_measured_on_can_be_another_file_that_holds_the_same(tmp_path):
         CalibrationError, match=r"left out: 100 of 100 tokens, which the held-out text repeats.*Got 0, expected 1"
     ):
         TextData(Words(), tmp_path / "b.txt", batches=1, **sizes)
-
-
-def test_a_row_that_a_held_out_row_repeats_is_no_sample(tmp_path, capsys):
-    repeated, short, other = words(0, 40), words(100, 4), words(200, 20)
-    seen = [repeated, other, short, f"so: {repeated}"]
-    held_out = [short, repeated, words(300, 20), words(400, 20)]
-    rows = [row for pair in zip(seen, held_out, strict=True) for row in pair]
-    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": row}) for row in rows))
-    options = {"path": tmp_path / "a.jsonl", "tokens": 512, "eval_batches": 4}
-    data = DocumentData(tiny_tokenizer(), batches=1, **options)
-    assert [tiny_tokenizer().decode(sample["input_ids"]) for sample in data.calibration] == [other]
-    assert "trained on: 1 of 2 texts, which a held-out text repeats, whole or 32 tokens" in capsys.readouterr().out
-    with pytest.raises(CalibrationError, match=r"too few calibration.*left out: 3 of 4 texts, .*Got 1, expected 2"):
-        DocumentData(tiny_tokenizer(), batches=2, **options)
-
-
-def test_the_default_paragraphs_measured_on_are_not_calibrated_on():
-    data = DocumentData(tiny_tokenizer(), batches=32, batch_size=8, tokens=128, eval_batches=32)
-    held_out = [sample["input_ids"] for sample in data.held_out]
-    seen = [sample["input_ids"] for sample in data.calibration]
-    held_out_runs = set().union(*map(runs_of, held_out))
-    seen_runs = set().union(*map(runs_of, seen))
-    assert not held_out_runs & seen_runs
-    assert not any(tokens in held_out for tokens in seen)
-
-
-def test_the_targets_of_texts_are_kept_apart_and_short_answers_are_not(tmp_path):
-    answer, long_answer = "yes", words(500, 20)
-    pairs = [("one", answer), ("two", answer), ("three", long_answer), ("four", long_answer), ("five", answer)]
-    rows = [{"text": text, "answer": target} for text, target in pairs]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"target_field": "answer", "targets": True, "tokens": 256, "eval_batches": 2}
-    data = DocumentData(tiny_tokenizer(), path=tmp_path / "a.jsonl", batches=2, **options)
-    assert [tiny_tokenizer().decode(sample["input_ids"]) for sample in data.calibration] == ["one", "five"]
-
-
-def test_a_short_paragraph_is_held_out_once(tmp_path):
-    texts = ["short one", "short two", "short two", "short one", "third"]
-    (tmp_path / "a.txt").write_text("\n\n".join(texts))
-    data = DocumentData(tiny_tokenizer(), path=tmp_path / "a.txt", batches=1, tokens=64, eval_batches=2)
-    assert [tiny_tokenizer().decode(sample["input_ids"]) for sample in data.calibration] == ["third"]
 
 
 CHATS = "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}</s>{% endfor %}"

@@ -11,7 +11,7 @@ from tests.support.markdown import page
 
 OWN_TASK = """\
 from lightning_obs.app.console import say
-from lightning_obs.app.job import load_module
+from lightning_obs.app.from_config import load_module
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
 

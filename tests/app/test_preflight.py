@@ -4,9 +4,10 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
-from lightning_obs.app.job import Quality, make_options, recovered_share
+from lightning_obs.app.from_config import make_options
 from lightning_obs.app.main import run
-from lightning_obs.app.tasks import compare  # noqa: F401  (imports job's functions, which tests here replace)
+from lightning_obs.app.quality import Quality, recovered_share
+from lightning_obs.app.tasks import compare  # noqa: F401  (imports functions that tests here replace)
 from lightning_obs.app.tasks.task import make_task
 
 
@@ -15,8 +16,8 @@ def nothing_is_run(monkeypatch):
     def fail(*args, **kwargs):
         pytest.fail("the model was run")
 
-    monkeypatch.setattr("lightning_obs.app.job.measure_quality", fail)
-    monkeypatch.setattr("lightning_obs.app.models.language.LanguageModel.forward", fail)
+    monkeypatch.setattr("lightning_obs.app.quality.measure_quality", fail)
+    monkeypatch.setattr("lightning_obs.app.models.language.CausalLM.forward", fail)
 
 
 FINETUNE = ["task=finetune", "scheme=w4a16", "group_size=32"]
@@ -57,11 +58,6 @@ def data_file(tmp_path):
         (["data.eval_path=/nowhere"], r"data\.eval_path=/nowhere does not exist"),
         (["data.path={}"], r"data\.jsonl:1 has no text in the field 'text'.*data\.text_field="),
         (["data.path={}", "data.text_field=contents"], r"field 'contents' \(did you mean `content`\?\)"),
-        (
-            ["model=encoder", "data.path={}", "data.text_field=content", "data.label_field=star"],
-            r"has no field 'star' \(did you mean `stars`\?\)\. Got the fields content, stars",
-        ),
-        (["model=timm", "model.name=resnet18", "data.path=/nowhere"], r"data\.path=/nowhere is not a folder"),
         (["task=evaluate", "data.path=/nowhere"], r"data\.path=/nowhere does not exist"),
         (["task=plan", "budget=many"], r"budget\. Got 'many', expected bits per weight"),
         (["task=plan", "+task.at_most.int44=0.5"], r"names no candidate: int44 \(did you mean `int4`\?\)"),

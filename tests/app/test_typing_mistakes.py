@@ -84,7 +84,7 @@ ROWS = [
     ("task=plan scheme=w4a16", "does not read what was given: scheme"),
     ("data.train_batches=2", "does not read what was given: data.train_batches"),
     ("task=compare", "task=compare runs=[<folder of a run>,<another>]"),
-    ("model=encoder", "model.path has to be given"),
+    ("model=encoder", "A file, folder or name is given as model.path=encoder"),
     # files
     ("data.path=absent.txt", "data.path=absent.txt does not exist"),
     ("data.path=empty.jsonl", "data.path=empty.jsonl is empty"),

@@ -1,1 +1,1 @@
-"""Data to calibrate, to train and to measure on: blocks of text, single texts, images."""
+"""Text to calibrate, to train and to measure on: files and chats are read, and cut into blocks of tokens."""

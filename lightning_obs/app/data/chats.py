@@ -1,7 +1,6 @@
-"""Chats, the most common data to calibrate a chat model on, as the text that the model sees.
+"""Chats as text: the tokenizer's template writes the messages with the model's marks of roles and turns.
 
-A row holds its messages in a list, ``{"messages": [{"role": "user", "content": "Hello"}, ...]}``; the tokenizer's
-template writes them with the model's own marks of roles and turns.
+A row of data holds a chat as ``{"messages": [{"role": "user", "content": "Hello"}, ...]}``.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ from lightning_obs.errors import CalibrationError
 
 #: the field in which data sets hold chats
 MESSAGES = "messages"
-#: roles of whoever sets the chat up
-_SYSTEM = ("system", "developer")
+#: roles of messages that set the chat up
+_SYSTEM_ROLES = ("system", "developer")
 #: between documents that are not chats
-_BETWEEN = "\n\n"
+_EMPTY_LINE = "\n\n"
 
 
 class Chat(str):
-    """A chat as the template writes it, with its special tokens."""
+    """The text of a chat as the template writes it, with its special tokens."""
 
-    #: characters before the first message that is not the system's: marks, date, tools, the system's prompt
+    #: length in characters of the text before the first message of a user: marks, date, tools, the system's prompt
     opening: int = 0
 
 
 def holds_chat(row: Any, text_field: str) -> bool:
-    """Whether a row has no text in its field, but messages there or in ``messages``."""
+    """Whether a row of data holds messages, in ``text_field`` or, where that is empty, in ``messages``."""
     return messages_of(row, text_field) is not None
 
 
 def messages_of(row: Any, text_field: str) -> list[Any] | None:
-    """The messages of a row; None for a row that is no chat."""
+    """The messages of a row of data; None for a row without a chat."""
     if not isinstance(row, dict):
         return None
     value = row.get(text_field)
@@ -44,10 +43,17 @@ def messages_of(row: Any, text_field: str) -> list[Any] | None:
 
 
 def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
-    """The text of a row: what its field holds, or its chat by the tokenizer's template.
+    """The text of a row of data: the content of its field, or its chat as the tokenizer's template writes it.
+
+    Args:
+        place: file and line of the row, for errors.
+        row: an object of a file.
+        text_field: the field that holds the text.
+        tokenizer: a transformers tokenizer.
 
     Raises:
-        CalibrationError: neither is there; the tokenizer has no template, or the template refuses the messages.
+        CalibrationError: a row without text and messages; a tokenizer without a template; a template that refuses the
+            messages.
     """
     messages = messages_of(row, text_field)
     if messages is None:
@@ -61,10 +67,10 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
             remedy="calibrate the chat model, add its template to the tokenizer's folder, or write the chats as text "
             "and name their field: data.text_field=...",
         )
-    require_messages(place, messages)
+    _refuse_wrong_messages(place, messages)
     try:
         chat = Chat(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # a template is a program of its own, which raises anything
+    except Exception as error:  # a template is a program, which may raise any exception
         raise CalibrationError(
             f"{place}: the tokenizer's chat template refuses the messages",
             got=f"{type(error).__name__}: {error}"[:300],
@@ -75,23 +81,25 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
 
 
 def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
-    """The length of a chat's opening; 0 where the template writes a message in other words."""
+    """The length of a chat's opening (:attr:`Chat.opening`); 0 where the template changes the text of a message."""
     end = 0
     for message in messages:
-        content = message["content"].strip() if isinstance(message["content"], str) else ""
-        start = chat.find(content, end)
-        if not content or start < 0:
+        content = message["content"]
+        text = content.strip() if isinstance(content, str) else ""
+        start = chat.find(text, end)
+        if not text or start < 0:
             return 0
-        if message["role"] not in _SYSTEM:
+        if message["role"] not in _SYSTEM_ROLES:
             return start
-        end = start + len(content)
+        end = start + len(text)
     return 0
 
 
-def require_messages(place: str, messages: Sequence[Any]) -> None:
-    """Refuse a list that is empty, or holds anything but messages with a role and a content."""
+def _refuse_wrong_messages(place: str, messages: Sequence[Any]) -> None:
+    """Raise for an empty list, and for messages without a role or a content."""
     for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
+        is_message = isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+        if not is_message:
             raise CalibrationError(
                 f"{place} is not a chat", got=repr(message)[:80], expected='messages {"role": "user", "content": "..."}'
             )
@@ -100,45 +108,47 @@ def require_messages(place: str, messages: Sequence[Any]) -> None:
 
 
 def read_texts(rows: Sequence[Row], text_field: str, tokenizer: Any) -> list[str]:
-    """:func:`text_of` of each row."""
+    """The text of each row of data (:func:`text_of`)."""
     return [text_of(place, row, text_field, tokenizer) for place, row in rows]
 
 
-def apart_from(held_out: HeldOutRuns, chats: Sequence[Any], tokenizer: Any, tokens: int) -> tuple[list[Chat], int]:
-    """The first chats that no held-out chat repeats, and how many were passed over.
+def chats_apart_from(
+    held_out: HeldOutRuns, chats: Sequence[Chat], tokenizer: Any, enough_tokens: int
+) -> tuple[list[Chat], int]:
+    """The first chats that share no run of tokens with the held-out chats, and how many others were passed over.
 
-    A chat is left out whole, since one with a hole is no chat. Openings are not compared: many chats have the same, and
-    a model that is calibrated without its system's prompt has not seen how its chats begin.
+    A chat is left out whole, since half a chat is none. Openings are not compared: many chats have the same opening,
+    and a model that is calibrated without its system's prompt would not see how its chats begin.
 
     Args:
-        held_out: the runs that a chat may not have behind its opening.
+        held_out: runs of the held-out chats.
         chats: in their order.
-        tokenizer: counts their tokens.
-        tokens: how many are enough.
+        tokenizer: of the model.
+        enough_tokens: of the chats to return; the chats after them are not looked at.
     """
-    apart: list[Chat] = []
-    passed_over = 0
-    length = 0
+    usable: list[Chat] = []
+    repeated = 0
+    tokens = 0
     for chat in chats:
-        if length >= tokens:
+        if tokens >= enough_tokens:
             break
         ids = tokenizer(chat[chat.opening :], verbose=False, add_special_tokens=False).input_ids
         if held_out.shares(ids):
-            passed_over += 1
+            repeated += 1
         else:
-            apart.append(chat)
-            length += len(ids)
-    return apart, passed_over
+            usable.append(chat)
+            tokens += len(ids)
+    return usable, repeated
 
 
 def token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
     """The tokens of all documents, one after the other.
 
-    Chats follow each other directly, and begin as their template says; other documents have an empty line between
+    Chats follow each other directly and begin as their template says. Other documents have an empty line between
     them, and the first begins as the tokenizer says.
     """
     if documents and all(isinstance(document, Chat) for document in documents):
-        ids: list[int] = tokenizer("".join(documents), verbose=False, add_special_tokens=False).input_ids
-    else:
-        ids = tokenizer(_BETWEEN.join(documents), verbose=False).input_ids
+        chat_ids: list[int] = tokenizer("".join(documents), verbose=False, add_special_tokens=False).input_ids
+        return chat_ids
+    ids: list[int] = tokenizer(_EMPTY_LINE.join(documents), verbose=False).input_ids
     return ids

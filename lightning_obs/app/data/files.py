@@ -1,6 +1,6 @@
 """Read texts, and objects that hold texts, from files.
 
-Not with ``datasets.load_dataset``: it reports a table that cannot be parsed, where these readers name file and line.
+``datasets.load_dataset`` reports only that a table cannot be parsed; these readers name file and line.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import csv
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from lightning_obs.errors import CalibrationError, likely, name_list
+from lightning_obs.errors import CalibrationError, likely
 from lightning_obs.files.read import naming
 from lightning_obs.packages import import_package
 
@@ -25,19 +25,19 @@ Row = tuple[str, Any]
 def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> list[str]:
-    """The texts of the rows that :func:`read_rows` reads."""
-    return [value_of(*row, text_field) for row in read_rows(path, text_field, option)]
+    """The texts in ``text_field`` of the rows that :func:`read_rows` reads."""
+    return [value_of(place, row, text_field) for place, row in read_rows(path, text_field, option)]
 
 
 def read_rows(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> Iterator[Row]:
-    """Objects of a file or folder, in a fixed order, each with the place where it stands; at least one.
+    """Yield the objects of a file or folder in a fixed order, each with its place; at least one.
 
     Args:
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
             folder of such files, or one saved by ``datasets``. None: Python's own documentation.
-        text_field: the field that holds the text where the file has no fields.
+        text_field: the field under which the texts of a file without fields are yielded.
         option: the name of ``path`` in errors.
 
     Raises:
@@ -52,59 +52,79 @@ def read_rows(
 
 
 def _rows(path: str | os.PathLike[str] | None, text_field: str, option: str) -> Iterator[Row]:
-    """As :func:`read_rows`, also none."""
+    """As :func:`read_rows`; a file may also have no rows."""
     if path is None:
-        from pydoc_data.topics import topics
-
-        yield from ((f"the topic {name}", {text_field: topics[name]}) for name in sorted(topics))
+        yield from _default_rows(text_field)
         return
     path = Path(path)
     if not path.exists():
         raise CalibrationError(f"{option}={path} does not exist")
-    readers = {".jsonl": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     if not path.is_dir():
-        if path.suffix.lower() in readers:
-            yield from readers[path.suffix.lower()](path)
-        else:
-            yield from ((str(path), {text_field: text}) for text in _decoded(path).split("\n\n") if text.strip())
+        yield from _rows_of_file(path, text_field)
     elif (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
         yield from _saved_dataset(path)
     else:
-        suffixes = (".txt", ".md", ".rst", *readers)
-        files = [file for file in sorted(path.rglob("*")) if file.suffix.lower() in suffixes and file.is_file()]
-        if not files:
-            raise CalibrationError(
-                f"{option}={path} holds nothing to read", expected=f"files ending in {', '.join(suffixes)}"
-            )
-        for file in files:
-            yield from _rows(file, text_field, option)
+        for file in _files_in(path, option):
+            yield from _rows_of_file(file, text_field)
 
 
-def require_fields(path: Any, asked: Mapping[str, Any], option: str) -> None:
-    """Refuse, by the first object alone, a ``path`` without the fields that ``asked`` names as ``*_field``."""
-    place, row = next(read_rows(path, asked.get("text_field", "text"), option))
-    for name, kind in (("text_field", str), ("target_field", str), ("label_field", object)):
-        if asked.get(name) is not None:
-            value_of(place, row, asked[name], f"data.{name}", kind)
+def _default_rows(text_field: str) -> Iterator[Row]:
+    """Python's documentation of its topics, in the order of their names."""
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"the topic {name}", {text_field: topics[name]}
 
 
-def value_of(place: str, row: Any, field: str, option: str = "data.text_field", kind: type = str) -> Any:
-    """The value in a field of a row, which ``option`` names; an error where there is none of that kind."""
+def _rows_of_file(file: Path, text_field: str) -> Iterator[Row]:
+    """The objects of a file, read as its suffix says; the paragraphs of a file with another suffix."""
+    reader = _READERS.get(file.suffix.lower())
+    if reader is not None:
+        yield from reader(file)
+        return
+    for paragraph in _decoded(file).split("\n\n"):
+        if paragraph.strip():
+            yield str(file), {text_field: paragraph}
+
+
+def _files_in(folder: Path, option: str) -> list[Path]:
+    """The files to read in a folder, at any depth, in the order of their paths; at least one."""
+    suffixes = (".txt", ".md", ".rst", *_READERS)
+    files = []
+    for path in sorted(folder.rglob("*")):
+        if path.suffix.lower() in suffixes and path.is_file():
+            files.append(path)
+    if not files:
+        expected = f"files ending in {', '.join(suffixes)}"
+        raise CalibrationError(f"{option}={folder} holds nothing to read", expected=expected)
+    return files
+
+
+def value_of(place: str, row: Any, field: str) -> str:
+    """The text in a field of a row.
+
+    Args:
+        place: file and line of the row, for errors.
+        row: an object of a file.
+        field: its name.
+
+    Raises:
+        CalibrationError: a row without a text in this field; a text that is not Unicode.
+    """
     fields = row if isinstance(row, dict) else {}
-    value = fields.get(field)
-    if value is None or not isinstance(value, kind):
+    text = fields.get(field)
+    if not isinstance(text, str):
         raise CalibrationError(
-            f"{place} has no {'text in the ' if kind is str else ''}field {field!r}{likely(field, fields)}",
-            got=repr(row)[:80] if kind is str else f"the fields {name_list(list(fields))}",
-            remedy=f"name the field: {option}=...",
+            f"{place} has no text in the field {field!r}{likely(field, fields)}",
+            got=repr(row)[:80],
+            remedy="name the field: data.text_field=...",
         )
-    if isinstance(value, str):
-        _refuse_surrogates(place, field, value)
-    return value
+    _refuse_surrogates(place, field, text)
+    return text
 
 
 def _refuse_surrogates(place: str, field: str, text: str) -> None:
-    """Refuse half of a pair of UTF-16, which JSON can hold and no tokenizer reads."""
+    """Raise for a text with half of a UTF-16 pair, which JSON can hold and no tokenizer reads."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -117,37 +137,56 @@ def _refuse_surrogates(place: str, field: str, text: str) -> None:
 
 
 def _decoded(path: Path) -> str:
+    """The text of a file in UTF-8, with Unix line ends.
+
+    Raises:
+        CalibrationError: other bytes, or a null byte, which decodes but stands in no text.
+    """
     data = path.read_bytes().removeprefix(BOM_UTF8)
     try:
         text = data.decode("utf-8")
-        bad = data.find(b"\0")  # which decodes, and is in no text
+        wrong_byte = data.find(b"\0")
     except UnicodeDecodeError as error:
-        bad = error.start
-    if bad >= 0:
+        wrong_byte = error.start
+    if wrong_byte >= 0:
+        line = data.count(b"\n", 0, wrong_byte) + 1
         raise CalibrationError(
-            f"{path}:{data.count(10, 0, bad) + 1} is not valid UTF-8",
-            got=f"byte 0x{data[bad]:02x}",
+            f"{path}:{line} is not valid UTF-8",
+            got=f"byte 0x{data[wrong_byte]:02x}",
             remedy="convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file.",
         )
     return text.replace("\r\n", "\n")
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects, or an object in each line; either is called JSON."""
+    """The objects of a list, or of the lines of the file; the suffix may be .json or .jsonl for both."""
     text = _decoded(path)
-    is_list = text.lstrip().startswith("[")
-    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
+    if not text.lstrip().startswith("["):
+        yield from _json_lines(path, text)
+        return
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        line = getattr(error, "lineno", 1)
+        raise _invalid(f"{path}:{line}", "JSON", error) from error
+    for index, row in enumerate(rows):
+        yield f"{path}[{index}]", row
+
+
+def _json_lines(path: Path, text: str) -> Iterator[Row]:
+    """The object of each line that is not empty."""
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
         try:
-            found: Any = json.loads(part) if part.strip() else None
+            row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise _invalid(f"{path}:{getattr(error, 'lineno', 1) if is_list else number}", "JSON", error) from error
-        if is_list:
-            yield from ((f"{path}[{index}]", row) for index, row in enumerate(found))
-        elif part.strip():
-            yield f"{path}:{number}", found
+            raise _invalid(f"{path}:{number}", "JSON", error) from error
+        yield f"{path}:{number}", row
 
 
 def _csv(path: Path) -> Iterator[Row]:
+    """A dict for each row, by the names in the first one."""
     rows = csv.DictReader(StringIO(_decoded(path), newline=""), strict=True)
     try:
         for row in rows:
@@ -157,25 +196,42 @@ def _csv(path: Path) -> Iterator[Row]:
 
 
 def _parquet(path: Path) -> Iterator[Row]:
+    """A dict for each row."""
     import_package("pyarrow", str(path))
     from pyarrow import parquet
 
+    index = 0
     try:
-        rows = (row for batch in parquet.ParquetFile(path).iter_batches() for row in batch.to_pylist())
-        yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
-    except (OSError, ValueError) as error:  # pyarrow's errors among them
+        for batch in parquet.ParquetFile(path).iter_batches():
+            for row in batch.to_pylist():
+                yield f"{path}[{index}]", row
+                index += 1
+    except (OSError, ValueError) as error:  # pyarrow's errors are among them
         raise _invalid(str(path), "Parquet", error) from error
 
 
 def _invalid(place: str, kind: str, error: Exception) -> CalibrationError:
+    """The error to raise for a file that a parser refuses."""
     return CalibrationError(
         f"{place} is not valid {kind}", got=str(error)[:200], remedy="fix the file, or leave it out."
     )
 
 
 def _saved_dataset(path: Path) -> Iterator[Row]:
+    """The rows of a data set that ``datasets`` has saved, of all its splits."""
     datasets = import_package("datasets", str(path))
     with naming(path):
         loaded = datasets.load_from_disk(str(path))
-        for part in loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]:
-            yield from ((f"{path}[{index}]", row) for index, row in enumerate(part))
+        splits = loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]
+        for split in splits:
+            for index, row in enumerate(split):
+                yield f"{path}[{index}]", row
+
+
+#: by suffix, the function that reads the rows of a file
+_READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _json,
+    ".json": _json,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}

@@ -1,40 +1,30 @@
-"""Find what stands word for word in the data that a model is measured on.
+"""Find text that is repeated, word for word, in the data that a model is measured on.
 
-Documents repeat each other: a chapter contains pages that are documents of their own, rows of a file occur twice. So a
-split by documents lets a model be measured on text that it was calibrated or trained on, and it looks better than it
-is. What tells is a run of :data:`RUN` equal tokens, wherever it begins.
+Documents repeat each other: a chapter contains pages that are documents as well, and rows of a file occur twice. After
+a split by documents, a model may be measured on text that it was calibrated or trained on, and looks better than it is.
+Two texts overlap where they share a run of :data:`RUN` equal tokens, at any place.
 
-Runs are compared by a hash of 64 bits. Equal runs have equal hashes, so none is overlooked; two unlike runs of one hash
-would only cost some text that could have been used.
+Runs are compared by a hash of 64 bits. Equal runs have equal hashes, so every overlap is found; two unlike runs with
+one hash would only cost some text that could have been used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 #: tokens of a run; a power of two
 RUN = 32
-#: an odd number of 64 bits (that of Knuth's linear congruential generator), so that no bit of a token is lost
+#: an odd number of 64 bits, from Knuth's linear congruential generator: odd, so that no bit of a token is lost
 _FACTOR = 6364136223846793005
 
 
-@dataclass(frozen=True)
-class Selection:
-    """Samples, and how much was passed over to make them, in words; empty for nothing."""
-
-    samples: list[Any]
-    left_out: str = ""
-
-
 class HeldOutRuns:
-    """The runs of :data:`RUN` tokens of held-out samples, and the samples that are shorter.
+    """The runs of :data:`RUN` tokens in held-out text.
 
     Args:
-        sequences: the token ids of the held-out samples; samples that follow each other in one text are one sequence.
+        sequences: token ids of the held-out texts; blocks that follow each other in one text are one sequence.
 
     >>> held_out = HeldOutRuns([range(100, 140)])
     >>> held_out.shares([1, 2, *range(105, 137)]), held_out.shares([1, 2, *range(105, 136)])
@@ -42,26 +32,20 @@ class HeldOutRuns:
     """
 
     def __init__(self, sequences: Iterable[Sequence[int] | torch.Tensor]) -> None:
-        self._short: set[tuple[int, ...]] = set()
         hashes = [torch.zeros(0, dtype=torch.long)]
         for sequence in sequences:
-            tokens = torch.as_tensor(sequence, dtype=torch.long)
-            if len(tokens) < RUN:
-                self._short.add(tuple(tokens.tolist()))
-            hashes.append(run_hashes(tokens))
+            hashes.append(run_hashes(torch.as_tensor(sequence, dtype=torch.long)))
         self._hashes = torch.cat(hashes).unique()
 
     def shares(self, sequence: Sequence[int] | torch.Tensor) -> bool:
-        """Whether a sequence contains one of the runs, or is one of the samples that are shorter."""
-        tokens = torch.as_tensor(sequence, dtype=torch.long)
-        if len(tokens) < RUN:
-            return tuple(tokens.tolist()) in self._short
-        return bool(torch.isin(run_hashes(tokens), self._hashes).any())
+        """Whether a sequence of token ids contains one of the runs."""
+        hashes = run_hashes(torch.as_tensor(sequence, dtype=torch.long))
+        return bool(torch.isin(hashes, self._hashes).any())
 
     def positions_apart(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens that stay when every shared run is cut out: ``(M,)`` to ``(N,)``, ascending.
+        """Positions of the tokens that remain when every shared run is cut out: ``(M,)`` to ``(N,)``, ascending.
 
-        What stays has no such run, not even across a cut.
+        The remaining tokens share no run either, not even across a cut.
         """
         positions = torch.arange(len(tokens))
         while True:
@@ -71,7 +55,7 @@ class HeldOutRuns:
             positions = positions[~shared]  # the ends that meet now may make another run
 
     def _in_shared_run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Which tokens are part of a shared run, ``(M,)``."""
+        """Whether each token is part of a shared run, bool ``(M,)``."""
         is_start = torch.isin(run_hashes(tokens), self._hashes)
         is_part = torch.zeros(len(tokens), dtype=torch.bool)
         for offset in range(RUN):
@@ -80,9 +64,9 @@ class HeldOutRuns:
 
 
 def run_hashes(tokens: torch.Tensor) -> torch.Tensor:
-    """A hash of each run of :data:`RUN` tokens, ``(M,)`` to ``(M - RUN + 1,)``; none of fewer tokens.
+    """Hash each run of :data:`RUN` tokens: ``(M,)`` to ``(M - RUN + 1,)``, or ``(0,)`` for fewer tokens than a run.
 
-    The hash of a run is that of its first half times a factor, plus that of its second half, modulo 2**64.
+    hash(run) = factor * hash(first half) + hash(second half), modulo 2**64.
     """
     if len(tokens) < RUN:
         return tokens[:0]

@@ -1,1 +1,1 @@
-"""Models as LightningModules: of language, with one output for each sample; one of your own needs none of this."""
+"""The causal language model of the command line as a LightningModule, and its loader of transformers models."""

@@ -1,21 +1,22 @@
-"""Tasks that choose by measurement before they calibrate: a scheme for each layer, an observer for each tensor.
+"""Tasks that choose by measurement before they calibrate: a scheme for each layer, or an observer for each tensor.
 
-The choice becomes the job's scheme, and is written as a config of the group ``scheme``, so that a later run takes it as
-it takes any other: ``--config-dir <output folder>/configs scheme=plan`` (or ``observers``).
+The choice becomes the job's scheme. It is also written as a config of the group ``scheme``, which a later run takes
+like any other: ``--config-dir <output folder>/configs scheme=plan`` (or ``scheme=observers``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
-from omegaconf import OmegaConf
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_obs.app.console import say, step
-from lightning_obs.app.job import plain
+from lightning_obs.app.from_config import plain
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.session import CalibrationSession
@@ -28,46 +29,31 @@ from lightning_obs.choice.mixed_precision import (
     require_solver,
 )
 from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
-from lightning_obs.choice.sensitivity import candidate_options, sensitivity
+from lightning_obs.choice.sensitivity import Sensitivity, candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
-from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import frontier_table, print_report
 
 
-class ChoosingTask(Calibrate):
-    """Chooses on the calibration batches, on one device, then calibrates with the choice."""
+class Observers(Calibrate):
+    """Choose the observer of each weight and input: every second calibration batch is observed, the others score.
 
-    @property
-    def candidates(self) -> dict[str, Any]:
-        """``task.candidates`` as a dict."""
-        return plain(self.config.task.candidates) or {}
+    Attributes:
+        scheme_label: the name of the scheme that was asked for.
+        scores: of the candidates, for the report.
+    """
 
-    @override
-    def check_task(self) -> None:
-        if self.trainer.world_size > 1:
-            raise CalibrationError(
-                f"task={self.config.task.name} runs on one device",
-                got=f"{self.trainer.world_size} devices",
-                remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
-            )
+    may_train = False
 
-    def write_scheme(self, config: QuantizationConfig, headline: str) -> None:
-        """Write the choice as a config for a later run, and say where."""
-        name, folder = self.config.task.name, Path(self.config.output_dir) / "configs"
-        scheme = config.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
-        head = f"# {headline}\n#   python -m lightning_obs --config-dir {folder} scheme={name}\n"
-        write_text(folder / "scheme" / f"{name}.yaml", head + OmegaConf.to_yaml(OmegaConf.create(scheme)))
-        say(f"wrote {folder / 'scheme' / name}.yaml  (scheme={name})")
-
-
-class Observers(ChoosingTask):
-    """Choose the observer of each weight and input: every second calibration batch is observed, the others score."""
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.scheme_label = ""
+        self.scores: Sequence[Mapping[str, Any]] = ()
 
     @override
     def check_task(self) -> None:
-        super().check_task()
+        _refuse_several_devices(self.config, self.job.trainer)
         batches = self.config.data.get("batches")
         if batches is not None and batches < 2:
             raise CalibrationError(
@@ -76,106 +62,215 @@ class Observers(ChoosingTask):
                 expected="at least 2",
                 remedy="data.batches=16.",
             )
-        fitting_candidates(self.model, self.callback.options, self.candidates or None)
-
-    @property
-    @override
-    def label(self) -> str:
-        return f"{self.asked.label} with observers chosen by measurement"
+        fitting_candidates(self.job.model, self.job.callback.options, self._candidates())
 
     @override
-    def choose(self) -> Mapping[str, Any]:
-        asked, batches = self.callback.options, self.first_inputs(self.data.val_dataloader())
+    def choose(self) -> None:
+        job = self.job
+        options = job.callback.options
+        batches = job.first_inputs(job.data.val_dataloader())
         with step("scoring observers"):
-            choice = choose_observers(self.model, batches, asked, self.candidates or None)
+            choice = choose_observers(job.model, batches, options, self._candidates())
         print_report(choice.table())
-        self.asked = asked
-        self.write_scheme(choice.config, "Observers chosen by task=observers.")
-        self.run_with(self.make_callback(asked.with_config(choice.config)))
-        return {"scores": choice.scores}
+        self.scheme_label = options.label
+        self.scores = choice.scores
+        _write_scheme(self.config, choice.config, "Observers chosen by task=observers.")
+        job.use(self.make_callback(options.with_config(choice.config)))
 
     @override
     def passes(self, needs_data: bool) -> int:
         """Also observing and scoring."""
-        return super().passes(needs_data) + 2 * self.batches("batches")
+        return super().passes(needs_data) + 2 * self.job.batches("batches")
+
+    @override
+    def label(self) -> str:
+        return f"{self.scheme_label} with observers chosen by measurement"
+
+    @override
+    def report_facts(self) -> dict[str, Any]:
+        """Also the scores of the candidates."""
+        return {**super().report_facts(), "scores": self.scores}
+
+    def _candidates(self) -> dict[str, Any] | None:
+        """``task.candidates`` by base name; None: those that fit."""
+        return plain(self.config.task.candidates) or None
 
 
-class Plan(ChoosingTask):
-    """Choose a scheme for each layer within a budget, of ``task.candidates``; the group ``scheme`` is not read."""
+class Plan(Calibrate):
+    """Choose a scheme for each layer within a budget, among ``task.candidates``; the group ``scheme`` is not read.
 
+    Attributes:
+        sensitivity: the loss of each group of modules with each candidate.
+        plan: the choice.
+        points: sizes and estimated losses of the frontier, of uniform plans and of the choice, for the report.
+    """
+
+    may_train = False
+    sensitivity: Sensitivity
     plan: MixedPlan
 
-    @property
+    def __init__(self, config: DictConfig) -> None:
+        super().__init__(config)
+        self.points: list[dict[str, Any]] = []
+
+    @override
+    def check(self) -> None:
+        """Also the solver, the budget and the names in ``task.at_most``, before the model is loaded."""
+        require_solver()
+        if self.config.budget is not None:
+            budget_in_bytes(self.config.budget, weights=1)  # raises for a budget that cannot be read
+        refuse_unknown(self._at_most(), self._candidates(), "task.at_most names no candidate")
+        super().check()
+
+    @override
+    def check_task(self) -> None:
+        _refuse_several_devices(self.config, self.job.trainer)
+        options = self._candidate_options()
+        options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
+        for scheme in self._candidates().values():
+            if scheme is not None:
+                CalibrationSession(self.job.model, candidate_options(scheme, **options))
+
+    @override
+    def check_scheme(self) -> None:
+        """Nothing, since the scheme is not known yet."""
+
+    @override
+    def choose(self) -> None:
+        """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
+        job = self.job
+        self.sensitivity = self._measure()
+        self.plan = choose_schemes(self.sensitivity, self.config.budget, at_most=self._at_most())
+        if self.plan.config is None:
+            raise CalibrationError("every module is best left in full precision", got=f"budget {self.config.budget}")
+        method = self.sensitivity.method
+        plans = frontier(self.sensitivity, self.config.task.frontier, at_most=self._at_most())
+        self.points = self._points(plans)
+        print_report(frontier_table(plans, title=f"estimated {method} against size"))
+        say(f"chosen: {self.label()}; estimated {method} {self.plan.loss:.4g}")
+        self._write_plan()
+        headline = f"{self.plan.bits:.3f} bits per weight, chosen by task=plan."
+        _write_scheme(self.config, self.plan.config, headline)
+        job.use(self.make_callback(job.callback.options.with_config(self.plan.config)))
+
+    @override
+    def passes(self, needs_data: bool) -> int:
+        """Also calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
+        measuring = int(self.config.task.batches) * PASSES_OF_A_STEP
+        return super().passes(needs_data) + self.job.batches("batches") + measuring
+
     @override
     def label(self) -> str:
         counts = ", ".join(f"{count} {name}" for name, count in self.plan.counts.items())
         return f"plan of {self.plan.bits:.3f} bits per weight, {counts}"
 
     @override
-    def check(self) -> None:
-        require_solver()
-        if self.config.budget is not None:
-            budget_in_bytes(self.config.budget, weights=1)  # one that cannot be read is told before the model is loaded
-        refuse_unknown(plain(self.config.task.at_most), self.candidates, "task.at_most names no candidate")
-        super().check()
+    def report_facts(self) -> dict[str, Any]:
+        """Also the plan, its losses, and the frontier with the measured divergence beside the estimated one."""
+        facts = super().report_facts()
+        is_divergence = self.sensitivity.method == "divergence"
+        points = self.points
+        if is_divergence and self.quantized is not None and self.quantized.moved is not None:
+            chosen_point = next(point for point in points if point.get("mark") == "chosen")
+            divergence = self.quantized.moved.divergence
+            points = [*points, {**chosen_point, "name": "measured", "mark": "measured", "loss": divergence}]
+        losses = {}
+        worst_losses = {}
+        for module_name, scheme in self.plan.schemes.items():
+            losses[module_name] = self.sensitivity.layers.get(scheme, {}).get(module_name, 0.0)
+            worst_losses[module_name] = max(
+                layer_losses.get(module_name, 0.0) for layer_losses in self.sensitivity.layers.values()
+            )
+        unit = f"{self.sensitivity.method}, worst candidate"
+        facts["sensitivity"] = worst_losses
+        facts["sensitivity_unit"] = f"{unit}, nats" if is_divergence else unit
+        facts["frontier"] = points
+        facts["choices"] = self.plan.schemes
+        facts["losses"] = losses
+        return facts
 
-    @override
-    def check_task(self) -> None:
-        super().check_task()
-        options = {**self._of_candidates(), "engines": ()}  # candidates that they refuse are not measured
-        for scheme in self.candidates.values():
-            if scheme is not None:
-                CalibrationSession(self.model, candidate_options(scheme, **options))
-
-    @override
-    def check_scheme(self) -> None:
-        """Nothing: the scheme is not known yet."""
-
-    @override
-    def choose(self) -> Mapping[str, Any]:
-        """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
-        config, at_most = self.config, plain(self.config.task.at_most)
-        batches = self.first_inputs(self.data.val_dataloader())
-        scored, observed = batches[: config.task.batches], batches[config.task.batches :] or batches
+    def _measure(self) -> Sensitivity:
+        """Measure sensitivities on the first batches; candidates are calibrated on the others, if there are any."""
+        job = self.job
+        batches = job.first_inputs(job.data.val_dataloader())
+        count = self.config.task.batches
         with step("measuring each layer's sensitivity"):
-            measured = sensitivity(self.model, scored, self.candidates, calibration=observed, **self._of_candidates())
-        plan = self.plan = choose_schemes(measured, config.budget, at_most=at_most)
-        if plan.config is None:
-            raise CalibrationError("every module is best left in full precision", got=f"budget {config.budget}")
-        plans = frontier(measured, config.task.frontier, at_most=at_most)
-        rows = [*(p.row() for p in plans), *(plan_of(measured, name).row(name) for name in measured.schemes)]
-        width = next(self.model.parameters()).itemsize
-        full = {"bits_per_weight": 8.0 * width, "bytes": width * measured.weights, "loss": 0.0}
-        rows += [{**plan.row("chosen"), "mark": "chosen"}, {"name": "full precision", "mark": "full precision", **full}]
-        print_report(frontier_table(plans, title=f"estimated {measured.method} against size"))
-        say(f"chosen: {self.label}; estimated {measured.method} {plan.loss:.4g}")
-        whole = {name: getattr(plan, name) for name in ("bits", "size", "loss", "schemes")}
-        whole |= {name: getattr(measured, name) for name in ("method", "tokens", "layers")}
-        write_text(Path(config.output_dir, "plan.json"), as_json({**whole, "frontier": rows}))
-        self.write_scheme(plan.config, f"{plan.bits:.3f} bits per weight, chosen by task=plan.")
-        self.run_with(self.make_callback(self.callback.options.with_config(plan.config)))
-        worst = {name: max(losses.get(name, 0.0) for losses in measured.layers.values()) for name in plan.schemes}
-        unit = f"{measured.method}, worst candidate" + (", nats" if measured.method == "divergence" else "")
-        losses = {name: measured.layers.get(scheme, {}).get(name, 0.0) for name, scheme in plan.schemes.items()}
-        chosen = {"choices": plan.schemes, "losses": losses}
-        return {"sensitivity": worst, "sensitivity_unit": unit, "frontier": rows, **chosen}
+            return sensitivity(
+                job.model,
+                batches[:count],
+                self._candidates(),
+                calibration=batches[count:] or batches,
+                **self._candidate_options(),
+            )
 
-    @override
-    def report(self, counts: Mapping[str, Support], parts: Mapping[str, Any]) -> None:
-        """Show the measured divergence beside the estimated one."""
-        if self.quantized is not None and self.quantized.moved is not None and "nats" in parts["sensitivity_unit"]:
-            chosen = next(point for point in parts["frontier"] if point.get("mark") == "chosen")
-            measured = {"name": "measured", "mark": "measured", "loss": self.quantized.moved.divergence}
-            parts = {**parts, "frontier": [*parts["frontier"], {**chosen, **measured}]}
-        super().report(counts, parts)
+    def _points(self, plans: Sequence[MixedPlan]) -> list[dict[str, Any]]:
+        """The plans of the frontier, uniform plans, the choice and full precision, as points of the picture."""
+        points = [plan.row() for plan in plans]
+        for name in self.sensitivity.schemes:
+            points.append(plan_of(self.sensitivity, name).row(name))
+        points.append({**self.plan.row("chosen"), "mark": "chosen"})
+        bytes_of_a_weight = next(self.job.model.parameters()).itemsize
+        points.append(
+            {
+                "name": "full precision",
+                "mark": "full precision",
+                "bits_per_weight": 8.0 * bytes_of_a_weight,
+                "bytes": bytes_of_a_weight * self.sensitivity.weights,
+                "loss": 0.0,
+            }
+        )
+        return points
 
-    @override
-    def passes(self, needs_data: bool) -> int:
-        """Also calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
-        measured = int(self.config.task.batches) * PASSES_OF_A_STEP
-        return super().passes(needs_data) + self.batches("batches") + measured
+    def _write_plan(self) -> None:
+        """Write ``plan.json``: the choice, the sensitivities and the frontier."""
+        content = {
+            "bits": self.plan.bits,
+            "size": self.plan.size,
+            "loss": self.plan.loss,
+            "schemes": self.plan.schemes,
+            "method": self.sensitivity.method,
+            "tokens": self.sensitivity.tokens,
+            "layers": self.sensitivity.layers,
+            "frontier": self.points,
+        }
+        write_text(Path(self.config.output_dir, "plan.json"), as_json(content))
 
-    def _of_candidates(self) -> dict[str, Any]:
-        options = self.callback.options
-        names = ("targets", "ignore", "observers", "rounding")
-        return {**{name: getattr(options, name) for name in names}, **options.beside_scheme}
+    def _candidates(self) -> dict[str, Any]:
+        """The schemes to choose among, by name."""
+        return plain(self.config.task.candidates) or {}
+
+    def _at_most(self) -> dict[str, float]:
+        """The largest share of the weights that may have a candidate, by its name."""
+        return plain(self.config.task.at_most)
+
+    def _candidate_options(self) -> dict[str, Any]:
+        """The options that all candidates share."""
+        options = self.job.callback.options
+        return {
+            "targets": options.targets,
+            "ignore": options.ignore,
+            "observers": options.observers,
+            "rounding": options.rounding,
+            **options.beside_scheme,
+        }
+
+
+def _refuse_several_devices(config: DictConfig, trainer: Trainer) -> None:
+    """Raise where a task would have to choose on several devices."""
+    if trainer.world_size > 1:
+        raise CalibrationError(
+            f"task={config.task.name} runs on one device",
+            got=f"{trainer.world_size} devices",
+            remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
+        )
+
+
+def _write_scheme(config: DictConfig, choice: QuantizationConfig, headline: str) -> None:
+    """Write a choice as a config of the group ``scheme``, named as the task, and say where."""
+    name = config.task.name
+    folder = Path(config.output_dir) / "configs"
+    file = folder / "scheme" / f"{name}.yaml"
+    scheme = choice.model_dump(mode="json", include={"config_groups", "ignore"}, exclude_none=True)
+    comment = f"# {headline}\n#   python -m lightning_obs --config-dir {folder} scheme={name}\n"
+    write_text(file, comment + OmegaConf.to_yaml(OmegaConf.create(scheme)))
+    say(f"wrote {file}  (scheme={name})")

@@ -1,4 +1,4 @@
-"""Judge finished models: measure one, or put runs side by side, of a ``--multirun`` or by their ``report.json``."""
+"""Judge finished models: measure one, or put runs side by side, by their ``report.json`` or after a ``--multirun``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.job import check_data, load_module, make_data, make_trainer, measure_quality, plain
-from lightning_obs.app.models.samples import SIMILARITY
+from lightning_obs.app.from_config import check_data, facts_for_data, load_module, make_data, make_trainer, plain
+from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
@@ -23,8 +23,8 @@ from lightning_obs.report.page import write_report
 from lightning_obs.report.summary import comparison_table, print_report
 from lightning_obs.schemes.config import as_names
 
-#: columns of a comparison, beside the metric
-_COMPARED = ("run", "size", "seconds", "worst_sqnr", "divergence", "agreement")
+#: columns of a comparison that hold a number, beside the metric
+_NUMBERS = ("size", "seconds", "worst_sqnr", "divergence", "agreement")
 
 
 class Evaluate(Task):
@@ -34,30 +34,33 @@ class Evaluate(Task):
     def check(self) -> None:
         check_data(self.config)
         self.module = load_module(self.config)
-        self.data = make_data(self.config, self.module)
+        self.data = make_data(self.config, facts_for_data(self.module))
 
     @override
     def run(self) -> None:
         path = self.config.model.get("path")
         say(f"· measuring {path or 'the default model'}")
         trainer = make_trainer(self.config)
-        found = measure_quality(self.module, trainer, self.data)
-        if found is None or found.name == SIMILARITY:
+        quality = measure_quality(self.module, trainer, self.data)
+        if quality is None:
             raise CalibrationError(
-                "nothing judges a single model on these data",
-                got="test_step logs nothing" if found is None else "only its similarity to an unquantized model",
-                remedy="data.label_field=<the field of the labels>; images: one folder for each class.",
+                "nothing judges a model whose test_step logs nothing",
+                got=type(self.module).__name__,
+                remedy="log a metric in test_step: self.log(name, value).",
             )
-        run, size = str(path or "default model"), folder_size(path) if path and Path(path).is_dir() else None
-        self.found = {"run": run, "metric": found.name, found.name: (None, found.value), "size": size}
+        size = folder_size(path) if path and Path(path).is_dir() else None
+        label = str(path or "default model")
+        self.report_row = {"run": label, "metric": quality.name, quality.name: (None, quality.value), "size": size}
         if trainer.is_global_zero:
-            say(f"{found.name} {number(found.value, 5)}" + ("" if size is None else f"  size {human_size(size)}"))
-            extra = {**self.found, "config": plain(self.config)}
-            say(f"report {write_report(self.config.output_dir, Report(run, runs=[compared(self.found)], extra=extra))}")
+            shown_size = "" if size is None else f"  size {human_size(size)}"
+            say(f"{quality.name} {number(quality.value, 5)}{shown_size}")
+            report = Report(label, runs=[compared(self.report_row)])
+            report.extra = {**self.report_row, "config": plain(self.config)}
+            say(f"report {write_report(self.config.output_dir, report)}")
 
     @override
     def row(self) -> dict[str, Any]:
-        return self.found
+        return self.report_row
 
 
 class Compare(Task):
@@ -67,7 +70,7 @@ class Compare(Task):
     def check(self) -> None:
         if not self.config.runs:
             raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
-        self.rows = [_row_of(Path(str(path))) for path in as_names(self.config.runs)]
+        self.rows = [_row_of_report(Path(str(path))) for path in as_names(self.config.runs)]
 
     @override
     def run(self) -> None:
@@ -82,27 +85,33 @@ class ComparisonTable(Callback):
     """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended; failed ones are named."""
 
     def __init__(self) -> None:
-        self.jobs: list[tuple[list[str], Any]] = []
+        #: by run, its overrides and the row or error that it ended with
+        self.runs: list[tuple[list[str], Any]] = []
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised."""
         if job_return.status is JobStatus.COMPLETED:
-            self.jobs.append((list(map(str, job_return.overrides or ())), job_return.return_value))
+            overrides = [str(override) for override in job_return.overrides or ()]
+            self.runs.append((overrides, job_return.return_value))
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if not self.jobs:
+        """Print the table, with runs named by the overrides in which they differ, and the errors below it."""
+        if not self.runs:
             return
-        common = set.intersection(*(set(overrides) for overrides, _ in self.jobs))
-        rows, failures = [], []
-        for overrides, found in self.jobs:
-            name = " ".join(one for one in overrides if one not in common) or " ".join(overrides)
-            if isinstance(found, Exception):
-                failures.append(f"{name} failed: {found}")
+        shared_overrides = set(self.runs[0][0])
+        for overrides, _ in self.runs:
+            shared_overrides &= set(overrides)
+        rows = []
+        failures = []
+        for overrides, outcome in self.runs:
+            name = " ".join(word for word in overrides if word not in shared_overrides) or " ".join(overrides)
+            if isinstance(outcome, Exception):
+                failures.append(f"{name} failed: {outcome}")
                 rows.append({"run": f"{name} (failed)"})
             else:
-                rows.append({**found, "run": name or found["run"]})
+                rows.append({**outcome, "run": name or outcome["run"]})
         _write_comparison(config.hydra.sweep.dir, rows)
         for failure in failures:
             say(failure)
@@ -112,26 +121,42 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print the table, and write the page that shows it beside quality against size."""
     print()
     print_report(comparison_table([dict(row) for row in rows]))
-    say(f"report {write_report(folder, Report('comparison', runs=[compared(row) for row in rows]))}")
+    report = Report("comparison", runs=[compared(row) for row in rows])
+    say(f"report {write_report(folder, report)}")
 
 
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's row as a comparison shows it."""
-    name, before, after = quality_of(row)
-    quality = {} if name is None else {"metric": name, name: (before, after)}
-    return {**{key: row.get(key) for key in _COMPARED}, **quality}
+    """A run's row as a comparison shows it: its name, the common numbers (None where it has none), and its metric."""
+    columns = {"run": row.get("run")}
+    for name in _NUMBERS:
+        columns[name] = row.get(name)
+    metric, original, quantized = quality_of(row)
+    if metric is not None:
+        columns["metric"] = metric
+        columns[metric] = (original, quantized)
+    return columns
 
 
-def _row_of(path: Path) -> dict[str, Any]:
+def _row_of_report(path: Path) -> dict[str, Any]:
+    """The row of a run for a comparison.
+
+    Args:
+        path: its ``report.json``, or the folder that holds it.
+
+    Raises:
+        CalibrationError: no such file, or one that no run has written.
+    """
+    folder = path if path.is_dir() else path.parent
     file = path / "report.json" if path.is_dir() else path
     expected = "runs=[<folder with the report.json that a run has written>]"
-    found = read_json(file, expected=expected)
+    report = read_json(file, expected=expected)
     with naming(file, expected=expected):
-        row, run = compared(found), found["run"]
-        _, before, after = quality_of(row)
-        for value in (before, after, *(row[key] for key in _COMPARED[1:])):
+        row = compared(report)
+        run_name = report["run"]
+        metric, *qualities = quality_of(row)
+        for value in (*qualities, *(row[name] for name in _NUMBERS)):
             if value is not None and type(value) not in (int, float):
                 raise TypeError(f"{value!r:.80} is not a number")
-        if not all(isinstance(name, str) for name in (run, row.get("metric", ""))):
+        if not isinstance(run_name, str) or not isinstance(metric or "", str):
             raise TypeError("the run or its metric is not a name")
-        return {**row, "run": f"{run} ({path.name if path.is_dir() else path.parent.name})"}
+        return {**row, "run": f"{run_name} ({folder.name})"}

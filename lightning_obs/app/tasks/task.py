@@ -1,4 +1,4 @@
-"""A task of the command line. A further one is a class of these three methods, named by ``task._target_``."""
+"""The base of the command line's tasks: a task is a class with three methods, named by ``task._target_``."""
 
 from __future__ import annotations
 
@@ -12,38 +12,50 @@ from lightning_obs.errors import CalibrationError
 
 
 class Task(ABC):
-    """One thing to do with a composed config; its own keys are under ``task``. All ranks run it; rank 0 writes."""
+    """Does one thing with a composed config; its own keys are under ``task``. All ranks run it, rank 0 writes.
+
+    :func:`lightning_obs.app.main.run` calls ``check``, ``run`` and ``row`` in this order.
+
+    Args:
+        config: the composed config.
+    """
 
     def __init__(self, config: DictConfig) -> None:
         self.config = config
 
     @abstractmethod
     def check(self) -> None:
-        """Refuse configs that are known to fail, before the model runs."""
+        """Load what the task needs, and refuse configs that are known to fail, before the model runs."""
 
     @abstractmethod
     def run(self) -> None:
-        """Do the work, print it, write the report."""
+        """Do the work, print the result, write the report."""
 
     @abstractmethod
     def row(self) -> dict[str, Any]:
-        """This run's row of a comparison of runs; it has a key ``run``."""
+        """The run's row of a comparison of runs; it has a key ``run`` with the name of the result."""
 
 
 def task_node(config: DictConfig) -> DictConfig:
-    """The node with the task's class and the keys that it reads: ``task``, or its part for ``model.layerwise``."""
-    in_blocks = config.get("model", {}).get("layerwise") and config.task.get("layerwise")
-    return in_blocks or config.task
+    """The node with the class and the keys of the task: ``task``, or ``task.layerwise`` where the model asks for it."""
+    is_layerwise = config.get("model", {}).get("layerwise")
+    if is_layerwise and config.task.get("layerwise"):
+        return config.task.layerwise
+    return config.task
 
 
 def make_task(config: DictConfig) -> Task:
-    """The task that ``_target_`` of its node names."""
+    """The task that ``_target_`` of its node names.
+
+    Raises:
+        CalibrationError: it names no class, or a class that is no task.
+    """
     target = task_node(config).get("_target_")
     try:
-        kind: Any = get_class(str(target))
+        task_class: Any = get_class(str(target))
     except (ImportError, ValueError) as error:
         raise CalibrationError(f"task._target_={target} is not a class", got=str(error).splitlines()[0]) from error
-    if not issubclass(kind, Task):
+    if not issubclass(task_class, Task):
         expected = f"a subclass of {Task.__module__}.Task"
         raise CalibrationError(f"task._target_={target} is not a task", expected=expected)
-    return kind(config)
+    return task_class(config)

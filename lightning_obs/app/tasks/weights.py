@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from lightning.fabric import Fabric
@@ -14,9 +13,10 @@ from typing_extensions import override
 
 from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_done, say
-from lightning_obs.app.job import check_data, make_data, make_options, refuse_idle_ignore
+from lightning_obs.app.from_config import check_data, make_data, make_options
 from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
 from lightning_obs.app.tasks.task import Task
+from lightning_obs.app.typed_words import refuse_idle_ignore
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
@@ -31,19 +31,27 @@ from lightning_obs.streaming.source import CheckpointSource
 
 
 class Weights(Task):
-    """:func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``."""
+    """:func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``.
 
-    asked: ClassVar[str] = "task=weights"
+    Attributes:
+        option: that chose the task, for errors.
+        options: of the calibration.
+        result: of the calibration.
+    """
+
+    option: ClassVar[str] = "task=weights"
     result: CalibrationResult
 
     @override
     def check(self) -> None:
+        """Refuse wrong options, a folder that exists, a path that is no checkpoint, an ``ignore`` without a match."""
         self.options = make_options(self.config)
-        if not self.config.export.folder:
+        export = self.config.export
+        if not export.folder:
             raise CalibrationError(
-                f"{self.asked} writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
+                f"{self.option} writes a checkpoint", where=["export.folder"], got="none", remedy="name one."
             )
-        require_free(Path(self.config.export.folder), self.config.export.overwrite)
+        require_free(Path(export.folder), export.overwrite)
         if not self.source.is_dir():
             expected = "a folder with config.json and safetensors files"
             raise CalibrationError(f"model.path={self.source} does not exist", expected=expected)
@@ -53,15 +61,18 @@ class Weights(Task):
 
     @override
     def run(self) -> None:
-        wanted, source = self.config.export, self.source
-        with bytes_done(f"quantizing {source.name} to {self.options.label}") as progress:
+        folder = Path(self.config.export.folder)
+        with bytes_done(f"quantizing {self.source.name} to {self.options.label}") as progress:
             self.result = self.quantize(progress)
+        result = self.result
+        megabytes_before = folder_size(self.source) / 1e6
+        megabytes_after = folder_size(folder) / 1e6
         say(
-            f"{self.result.scheme} · {len(self.result.modules):,} modules · {self.result.seconds:.1f} s · "
-            f"{folder_size(source) / 1e6:,.1f} MB -> {folder_size(Path(wanted.folder)) / 1e6:,.1f} MB · "
-            f"left in float: {self.result.facts()['left in float']}"
+            f"{result.scheme} · {len(result.modules):,} modules · {result.seconds:.1f} s · "
+            f"{megabytes_before:,.1f} MB -> {megabytes_after:,.1f} MB · "
+            f"left in float: {result.facts()['left in float']}"
         )
-        for line in closing_lines(wanted.folder, self.result.engines):
+        for line in closing_lines(self.config.export.folder, result.engines):
             say(line)
 
     @property
@@ -71,16 +82,23 @@ class Weights(Task):
         return default_model_folder() if path is None else Path(path)
 
     def quantize(self, progress: Progress) -> CalibrationResult:
-        """Write the checkpoint."""
-        wanted = self.config.export
+        """Write the checkpoint, with the workers that the task or torchrun starts; ``progress`` is called for files."""
+        export = self.config.export
         workers: int | Collectives = self.config.task.workers
         if dist.is_torchelastic_launched():
             if workers != 1:
                 raise CalibrationError("torchrun has started the workers", got=f"task.workers={workers}")
             dist.init_process_group("gloo")
             workers = Collectives.of_group()
-        how = {"overwrite": wanted.overwrite, "max_shard_size": wanted.max_shard_size, "workers": workers}
-        return quantize_checkpoint(self.source, wanted.folder, self.options, **how, progress=progress)
+        return quantize_checkpoint(
+            self.source,
+            export.folder,
+            self.options,
+            overwrite=export.overwrite,
+            max_shard_size=export.max_shard_size,
+            workers=workers,
+            progress=progress,
+        )
 
     @override
     def row(self) -> dict[str, Any]:
@@ -89,42 +107,49 @@ class Weights(Task):
 
 
 class Layerwise(Weights):
-    """:func:`~lightning_obs.calibrate_layerwise` of ``model.path`` on ``data``, to ``export.folder``."""
+    """:func:`~lightning_obs.calibrate_layerwise` of ``model.path`` on ``data``, to ``export.folder``.
 
-    asked: ClassVar[str] = "model.layerwise"
+    Attributes:
+        data: to calibrate on.
+    """
+
+    option: ClassVar[str] = "model.layerwise"
 
     @override
     def check(self) -> None:
+        """Also refuse a precision, data that cannot be read, and a model without a tokenizer."""
         refuse(
             ["trainer.precision"] if self.config.trainer.precision is not None else [],
             "layer by layer a model runs in the dtype in which it was saved",
         )
         super().check()
         check_data(self.config)
-        of = f"the tokenizer of model.path={self.source}"
-        with naming(of, remedy="save one beside the model."), custom_code_named(of, READ_CODE):
+        subject = f"the tokenizer of model.path={self.source}"
+        with naming(subject, remedy="save one beside the model."), custom_code_named(subject, READ_CODE):
             trusted = bool(self.config.model.get("trust_remote_code"))
             tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=trusted)
-        told = SimpleNamespace(for_data=lambda: {"tokenizer": tokenizer, "targets": False})
-        self.data = make_data(self.config, told)
+        self.data = make_data(self.config, {"tokenizer": tokenizer})
 
     @override
     def quantize(self, progress: Progress) -> CalibrationResult:
-        config, how = self.config, self.config.trainer
-        fabric = Fabric(accelerator=how.accelerator, devices=how.devices, strategy=how.strategy)
+        """Calibrate on this rank's share of the batches and write the checkpoint."""
+        config = self.config
+        trainer = config.trainer
+        fabric = Fabric(accelerator=trainer.accelerator, devices=trainer.devices, strategy=trainer.strategy)
         fabric.launch()
-        batches = list(self.data.val_dataloader())[fabric.global_rank :: fabric.world_size]
+        batches = list(self.data.val_dataloader())
+        runs = BlockRuns(
+            inputs="quantized" if config.model.layerwise == "quantized" else "full_precision",
+            token_mask=config.token_mask,
+            device=fabric.device,
+            progress=progress,
+        )
         return calibrate_layerwise(
             self.source,
-            batches,
+            batches[fabric.global_rank :: fabric.world_size],
             self.options,
             config.export.folder,
             overwrite=config.export.overwrite,
             collectives=Collectives.of_group() if fabric.world_size > 1 else None,
-            runs=BlockRuns(
-                inputs="quantized" if config.model.layerwise == "quantized" else "full_precision",
-                token_mask=config.token_mask,
-                device=fabric.device,
-                progress=progress,
-            ),
+            runs=runs,
         )

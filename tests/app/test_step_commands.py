@@ -8,10 +8,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from lightning_obs.app.config_files import config_dir
-from lightning_obs.app.job import make_options
-from lightning_obs.app.main import refuse_unread
-from lightning_obs.app.next_steps import is_possible, step_command
+from lightning_obs.app.from_config import make_options
+from lightning_obs.app.step_commands import is_possible, step_command
 from lightning_obs.app.tasks.task import make_task
+from lightning_obs.app.typed_words import refuse_unread
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.step import Step
 from tests.report.runs import layer, run
@@ -118,13 +118,13 @@ def test_a_command_that_cannot_run_is_not_proposed(tiny_overrides, tmp_path):
 
     def is_proposed(step, *more):
         with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-            return is_possible(step, [*words, *more], tmp_path, task.module, task.model)
+            return is_possible(step, [*words, *more], tmp_path, task.job.module, task.job.model)
 
     assert is_proposed(Step("rounding", "", "", ""))
     assert not is_proposed(Step("rounding", "", "", ""), "+weight_observer.norm=2.0", "no_such_key=1")
     assert is_proposed(Step("fine_tune", "", "", ""), "data.train_batches=2")
     assert not is_proposed(Step("fine_tune", "", "", ""), "data.train_batches=1000000")
-    assert make_options(task.config).label in task.callback.label
+    assert make_options(task.config).label in task.job.callback.label
 
 
 @pytest.mark.slow

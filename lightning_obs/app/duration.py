@@ -1,0 +1,36 @@
+"""Tell the user before a long run how long it will take."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from lightning_obs.app.console import say
+from lightning_obs.app.job import Job
+from lightning_obs.forward.extra_runs import left_as_it_was
+
+#: from this many forward passes on, the run says how long they take
+_WORTH_SAYING = 20
+
+
+def say_duration(job: Job, passes: int) -> None:
+    """Time the second of two forward passes, and print an estimate for the run; nothing for a few passes.
+
+    Args:
+        job: whose model runs, on a held-out batch.
+        passes: about how many batches the whole run forwards.
+    """
+    if passes < _WORTH_SAYING:
+        return
+    [inputs] = job.first_inputs(job.data.test_dataloader(), 1)
+    with left_as_it_was(job.model), torch.inference_mode():
+        job.model(**inputs)
+        started = time.perf_counter()
+        job.model(**inputs)
+        seconds = time.perf_counter() - started
+    minutes = passes * seconds / 60
+    say(
+        f"· about {minutes:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
+        f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
+    )

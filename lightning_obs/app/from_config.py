@@ -1,0 +1,174 @@
+"""Make the options, the model, the data and the Trainers that a composed config describes.
+
+Hydra's containers become dicts and lists here; no other folder of the package knows Hydra.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import get_class, get_object, instantiate
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from lightning_obs.app.console import StepsBar, step
+from lightning_obs.app.data.module import TextData
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.files.read import naming, read_json
+from lightning_obs.model.offload import stay_put
+from lightning_obs.schemes.config import PRESET, as_names
+
+
+def plain(node: Any) -> Any:
+    """A node of a config as dict, list or value, with its interpolations resolved."""
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+# ---------------------------------------------------------------------- options
+
+
+def make_options(config: DictConfig) -> CalibrationOptions:
+    """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe.
+
+    Raises:
+        CalibrationError: options that are wrong, or do not go together.
+    """
+    scheme = _with_group_size(plain(config.scheme), config.group_size)
+    targets = scheme.pop("targets", None)
+    if scheme.get(PRESET) is None:
+        scheme.pop(PRESET, None)  # scheme=none
+    has_only_a_preset = set(scheme) == {PRESET}
+    return CalibrationOptions(
+        scheme[PRESET] if has_only_a_preset else scheme or None,
+        targets=targets,
+        ignore=[*as_names(plain(config.ignore)), *names_ignored_by_report(config.ignore_from)],
+        observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
+        kv_cache=plain(config.kv_cache) or None,
+        reload=config.export.reload,
+        engines=plain(config.export.engines),
+        on_missing=config.on_missing,
+        calibrate_all_experts=config.calibrate_all_experts,
+        fused_sets=plain(config.fused_sets),
+        join_fused_scales=config.join_fused_scales,
+        rounding=plain(config.rounding),
+    )
+
+
+def _with_group_size(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:
+    """The scheme with weights in groups of ``size`` columns; None: as the scheme says itself."""
+    if size is None:
+        return scheme
+    weights = scheme.get("weights")
+    if not weights or weights.get("strategy") != "group":
+        raise CalibrationError(
+            "group_size with a scheme whose groups are fixed, or that has none",
+            got=f"group_size={size}, scheme {scheme.get('preset') or sorted(scheme)}",
+            expected="scheme=w4a16, w4a8 or w8a16, or another whose weights have strategy group",
+            remedy="leave group_size out, or choose such a scheme.",
+        )
+    return {**scheme, "weights": {**weights, "group_size": size}}
+
+
+def names_ignored_by_report(path: str | None) -> list[str]:
+    """The modules that the ``report.json`` of an earlier run proposes to leave in full precision; none without a path.
+
+    Raises:
+        CalibrationError: a file that is no report.
+    """
+    if path is None:
+        return []
+    expected = "ignore_from=<report.json of an earlier run>"
+    report = read_json(path, expected=expected)
+    with naming(path, expected=expected):
+        names = report["ignore"]
+        if not isinstance(names, (str, list)) or not all(isinstance(name, str) for name in names):
+            raise TypeError(f"ignore is {names!r:.80}, not names")
+        return as_names(names)
+
+
+# ---------------------------------------------------------------------- model
+
+
+def load_module(config: DictConfig) -> LightningModule:
+    """The LightningModule that ``model`` describes, with its weights; a task calls this once.
+
+    Raises:
+        CalibrationError: ``model.layerwise`` is set; a model that cannot be loaded.
+    """
+    refuse(
+        ["model.layerwise"] if config.model.get("layerwise") else [],
+        "layer by layer a model is calibrated and exported, nothing else is done with it",
+        remedy="leave it out, or choose task=calibrate.",
+    )
+    with step("loading the model"):
+        module = make_module(config)
+    stay_put(module)  # offloaded weights must not be moved, and the Trainer that measures has no callback to prevent it
+    return module
+
+
+def make_module(config: DictConfig, **arguments: Any) -> LightningModule:
+    """A new instance of the LightningModule that ``model`` describes; ``arguments`` replace keys of ``model``."""
+    node = deepcopy(config.model)
+    with open_dict(node):
+        node.pop("layerwise", None)  # an option of the task, not of the module
+    return _instantiate(node, **arguments)
+
+
+# ---------------------------------------------------------------------- data
+
+
+def check_data(config: DictConfig) -> None:
+    """Refuse, before the model is loaded, text data that are missing or lack a field; other data check themselves."""
+    data_class = get_class(config.data._target_)
+    if issubclass(data_class, TextData):
+        data_class.check(plain(config.data))
+
+
+def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
+    """Facts of the model that its data may need: the result of the module's ``for_data()``, or its tokenizer."""
+    if hasattr(module, "for_data"):
+        facts: Mapping[str, Any] = module.for_data()
+        return facts
+    return {"tokenizer": getattr(module, "tokenizer", None)}
+
+
+def make_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
+    """As :func:`read_data`, while the user sees that the data are read."""
+    with step("reading the data"):
+        return read_data(config, facts)
+
+
+def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
+    """The data that ``data`` describes.
+
+    Args:
+        config: the composed config.
+        facts: of the model (:func:`facts_for_data`); the constructor of the data gets those that it has parameters for.
+    """
+    parameters = inspect.signature(get_object(config.data._target_)).parameters
+    arguments = {name: value for name, value in facts.items() if name in parameters}
+    return _instantiate(config.data, _convert_="all", **arguments)
+
+
+# ---------------------------------------------------------------------- Trainers
+
+
+def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
+    """The Trainer that ``trainer`` describes, with these callbacks."""
+    bars = [StepsBar()] if config.trainer.get("enable_progress_bar", True) else []
+    return instantiate(config.trainer, callbacks=[*callbacks, *bars])
+
+
+def _instantiate(node: Any, **arguments: Any) -> Any:
+    """An instance of a node's ``_target_``; a CalibrationError of the constructor is raised as it is."""
+    try:
+        return instantiate(node, **arguments)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, CalibrationError):
+            raise error.__cause__ from None
+        raise

@@ -1,0 +1,86 @@
+"""Write the page of a run, and print its closing report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_obs.app.from_config import plain
+from lightning_obs.app.job import Job
+from lightning_obs.app.models.pretrained import DEFAULT_MODEL
+from lightning_obs.app.quality import Quality
+from lightning_obs.app.step_commands import StepCommands
+from lightning_obs.model.weight import model_bytes
+from lightning_obs.report.facts import Report
+from lightning_obs.report.judgement import judge
+from lightning_obs.report.numbers import folder_size
+from lightning_obs.report.page import write_report
+from lightning_obs.report.summary import print_report, summary
+
+
+def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[str, Any]:
+    """The report's facts about the quality of a model; none if one of the two was not measured."""
+    if original is None or quantized is None:
+        return {}
+    facts: dict[str, Any] = {
+        "metrics": {original.name: (original.value, quantized.value)},
+        "moved": quantized.moved,
+    }
+    if original.higher_is_better is not None:
+        facts["higher_is_better"] = {original.name: original.higher_is_better}
+    return facts
+
+
+def gather_report(
+    job: Job, label: str, facts: Mapping[str, Any], lines: Sequence[str], commands: StepCommands
+) -> Report:
+    """The report of a run.
+
+    Args:
+        job: of the run, whose callback knows the facts of the calibration.
+        label: the name of the result.
+        facts: further facts, by the names of fields of the report.
+        lines: further lines of the closing report.
+        commands: know which next steps are possible.
+    """
+    model_name = Path(str(job.config.model.get("path") or DEFAULT_MODEL)).name
+    sizes = None
+    if job.folder is not None:
+        sizes = (model_bytes(job.model), folder_size(job.folder))
+    return job.callback.results.facts(
+        title=f"{label} \N{MIDDLE DOT} {model_name}",
+        lines=list(lines),
+        are_held_out=True,
+        can_run=commands.can_run,
+        checkpoint=job.folder,
+        sizes=sizes,
+        **facts,
+    )
+
+
+def publish_report(job: Job, report: Report, row: Mapping[str, Any], commands: StepCommands) -> None:
+    """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report.
+
+    Args:
+        job: of the run.
+        report: of the run.
+        row: its row of a comparison, which ``report.json`` also has.
+        commands: of the next steps.
+    """
+    config = job.config
+    report.extra = {**row, "config": plain(config)}
+    judgement = judge(report, config.output_dir)
+    steps = [replace(step, command=commands.command(step)) for step in judgement.steps]
+    path = write_report(config.output_dir, report, replace(judgement, steps=steps))
+    advice = []
+    for step in steps:
+        if step.command:
+            advice.append(f"{step.title}: {step.command}")
+    hint = ""
+    if report.poor_layers:
+        hint = f"  (leave out: ignore_from={path.with_suffix('.json')})"
+    report.lines = [*report.lines, judgement.headline, *advice, f"report {path}{hint}"]
+    print()
+    print_report(summary(report, worst=config.report.worst_layers))

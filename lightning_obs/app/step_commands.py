@@ -1,0 +1,214 @@
+"""The next steps of a report as commands: the command of the run with a few words changed.
+
+A command is proposed only if it composes, its task reads all of its words, and the model takes its options.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra import compose
+from hydra.errors import HydraException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+
+from lightning_obs.app.data.module import TextData
+from lightning_obs.app.from_config import facts_for_data, make_options, read_data
+from lightning_obs.app.job import Job
+from lightning_obs.app.models.language import CausalLM
+from lightning_obs.app.tasks.task import task_node
+from lightning_obs.app.typed_words import refuse_unread, typed_words
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.possible_steps import can_choose_observers
+from lightning_obs.callbacks.trainable import can_train
+from lightning_obs.errors import CalibrationError
+from lightning_obs.report.next_steps import path_from_here
+from lightning_obs.report.step import Step
+
+_PROGRAM = ("python", "-m", "lightning_obs")
+#: keys of folders that a run writes to; a proposed run writes to folders of its own
+_FOLDERS = ("output_dir", "export.folder")
+
+
+@dataclass(frozen=True)
+class _Change:
+    """How a command differs from that of the run.
+
+    Attributes:
+        words: to add. They replace words of the same keys.
+        groups: of the config, whose words are left out with all of their keys.
+        keys: whose words are left out.
+    """
+
+    words: Sequence[str]
+    groups: Sequence[str] = ()
+    keys: Sequence[str] = ()
+
+
+class StepCommands:
+    """Says which next steps are possible after a run, and by which command.
+
+    Args:
+        job: of the run, whose model is calibrated.
+        has_logits: the run has compared the predictions, so the model's output has logits.
+        may_train: the run has not trained the model, nor chosen its schemes.
+    """
+
+    def __init__(self, job: Job, has_logits: bool, may_train: bool) -> None:
+        self.job = job
+        self.has_logits = has_logits
+        self.may_train = may_train
+        self._words = typed_words()
+        self._folder = Path(job.config.output_dir)
+
+    def can_run(self, step: Step) -> bool:
+        """Whether a step can run on the run's model, in Python and, if the run was a command, as a command."""
+        if not self._fits_model(step):
+            return False
+        if self._words is None:
+            return True
+        return is_possible(step, self._words, self._folder, self.job.module, self.job.model)
+
+    def command(self, step: Step) -> str | None:
+        """The command of a step; None where no command does it, or the run was composed in Python."""
+        if self._words is None:
+            return None
+        return step_command(step, self._words, self._folder)
+
+    def _fits_model(self, step: Step) -> bool:
+        """Whether the step is of use for the run's model and data."""
+        job = self.job
+        session = job.callback.session
+        assert session is not None
+        if step.name == "measure":
+            return not job.config.evaluate and is_overridden("test_step", job.module)
+        if step.name == "observers":
+            return self.has_logits and can_choose_observers(session)
+        if step.name == "fine_tune":
+            is_trainable = isinstance(job.module, CausalLM) and isinstance(job.data, TextData)
+            return is_trainable and self.may_train and can_train(session, job.module)
+        return job.callback.results.can_run(step)
+
+
+def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
+    """The command to type for a step; None where no command does it.
+
+    Args:
+        step: of the report.
+        words: the arguments of ``python -m lightning_obs`` in the run's command.
+        folder: of the run's report.
+    """
+    if step.name == "serve":
+        return shlex.join(["vllm", "serve", str(step.changes["checkpoint"])])
+    change = _change(step, words, folder)
+    if change is None:
+        return None
+    return shlex.join([*_PROGRAM, *changed_words(words, change, step.name)])
+
+
+def is_possible(step: Step, words: Sequence[str], folder: Path, module: LightningModule, model: nn.Module) -> bool:
+    """Whether the command of a step would pass its checks; True for a step without a command.
+
+    Args:
+        step: of the report.
+        words: as for :func:`step_command`.
+        folder: as for :func:`step_command`.
+        module: of the run; to train, it needs more data than the run has read.
+        model: the one inside ``module`` that was calibrated.
+    """
+    change = _change(step, words, folder)
+    if change is None:
+        return True
+    overrides = []
+    for word in changed_words(words, change, step.name):
+        if not word.startswith("--"):
+            overrides.append(word)
+    try:
+        config = compose("config", overrides=overrides)
+        refuse_unread(task_node(config), overrides)
+        if step.name not in ("leave_out", "budget"):  # their options are in files that this run has yet to write
+            CalibrationSession(model, make_options(config))
+        if step.name == "fine_tune":
+            read_data(config, facts_for_data(module))
+    except (HydraException, OmegaConfBaseException, CalibrationError):
+        return False
+    return True
+
+
+#: changes of the steps whose change depends on nothing
+_CHANGES = {
+    "export": _Change(["export=checkpoint"], keys=["export.folder"]),
+    "measure": _Change(["evaluate=true"]),
+    "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
+    "rounding": _Change(["weight_observer=hessian", "rounding=gptq"], groups=["weight_observer", "rounding"]),
+    "fine_tune": _Change(["task=finetune"], groups=["task"], keys=["budget"]),
+    "untrained": _Change(["task=calibrate"], groups=["task"], keys=["data.train_batches"]),
+}
+
+
+def _change(step: Step, words: Sequence[str], folder: Path) -> _Change | None:
+    """How the run's command changes for a step; None for a step that is not a run of this program."""
+    if step.name == "leave_out":
+        report = path_from_here(folder / "report.json")
+        return _Change([f"ignore_from={_quoted(report)}"])
+    if step.name == "token_scales":
+        groups = ["scheme", "observer"]
+        if "task=observers" in words:  # it chose observers, which the other scheme does not need
+            groups.append("task")
+        return _Change([f"scheme={step.changes['scheme'].lower()}"], groups)
+    if step.name == "budget":
+        return _Change([f"budget={step.changes['budget']:.2f}"])
+    return _CHANGES.get(step.name)
+
+
+def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]:
+    """The words of a command after a change; its results go to folders of their own, ``name`` behind the run's.
+
+    >>> changed_words(["scheme=fp8", "output_dir=out"], _Change(["scheme=w4a16"]), "small")
+    ['scheme=w4a16', 'output_dir=out-small']
+    """
+    flags = []
+    overrides = []
+    folders = []
+    for word in words:
+        key = _key(word)
+        if _is_left_out(key, change):
+            continue
+        if word.startswith("--"):
+            flags.append(word)
+        elif key in _FOLDERS and "=" in word:
+            folders.append(f"{word.rstrip('/')}-{name}")
+        else:
+            overrides.append(word)
+    return [*flags, *overrides, *change.words, *folders]
+
+
+def _is_left_out(key: str, change: _Change) -> bool:
+    """Whether a change replaces or removes the word of a key."""
+    replaced_keys = [_key(word) for word in change.words]
+    if key in change.keys or key in replaced_keys:
+        return True
+    return any(_is_in_group(key, group) for group in change.groups)
+
+
+def _is_in_group(key: str, group: str) -> bool:
+    return key == group or key.startswith((f"{group}.", f"{group}@"))
+
+
+def _key(word: str) -> str:
+    """The key of an override: ``scheme.weights`` of ``+scheme.weights=...``."""
+    return word.lstrip("+~").partition("=")[0]
+
+
+def _quoted(text: str) -> str:
+    """A value of an override in quotes, unless Hydra's grammar takes it without."""
+    if re.fullmatch(r"[\w./\\+@%-]+", text):
+        return text
+    escaped = text.replace("'", "\\'")
+    return f"'{escaped}'"

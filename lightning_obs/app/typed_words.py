@@ -1,0 +1,110 @@
+"""The words that a user typed behind ``python -m lightning_obs``, checked against the config that Hydra composed.
+
+Hydra calls the words overrides. :mod:`lightning_obs.app.overrides` checks them before Hydra reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatch
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from lightning_obs.app.from_config import plain
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.schemes.config import as_names
+from lightning_obs.schemes.patterns import unmatched
+
+
+def typed_words() -> list[str] | None:
+    """The arguments of ``python -m lightning_obs`` in the command of this run; None: it was composed in Python."""
+    if not HydraConfig.initialized():
+        return None
+    hydra = HydraConfig.get()
+    words = []
+    for source in hydra.runtime.config_sources:
+        if source.provider == "command-line":
+            words.append(f"--config-dir={source.path}")
+    overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} is kept as it was typed
+    words.extend(str(override) for override in overrides)
+    return words
+
+
+def typed_overrides() -> list[str]:
+    """The typed words of the form ``key=value``, ``+key=value`` or ``~key``; none if the run was composed in Python."""
+    return [word for word in typed_words() or () if not word.startswith("--")]
+
+
+def refuse_deleted(words: Sequence[str]) -> None:
+    """Raise for ``~key`` of a key that every run reads.
+
+    Keys of the task and the Trainer have defaults in their classes; ``~model`` and ``~data`` are allowed where another
+    class is added in their place: ``~model +model._target_=...``.
+    """
+    overrides = _parsed(words)
+    added_keys = {_key(override) for override in overrides if override.is_add()}
+    for override in overrides:
+        key = _key(override)
+        is_optional = key.startswith(("task.", "trainer.")) or f"{key}._target_" in added_keys
+        if override.is_delete() and not is_optional:
+            raise CalibrationError(f"{key} cannot be deleted", remedy="leave `~` out, or set it to another value.")
+
+
+def refuse_unread(task: DictConfig, words: Sequence[str]) -> None:
+    """Raise for typed keys that the task does not read.
+
+    Args:
+        task: the node of the task. Its ``ignores`` are patterns of the keys that it does not read, ``reads`` of
+            exceptions.
+        words: overrides.
+    """
+    overrides = _parsed(words)
+    keys = [_key(override) for override in overrides]
+    if "task._target_" in keys:  # a class of the user's, whose keys this config does not know
+        return
+    groups = HydraConfig.get().runtime.choices if HydraConfig.initialized() else {}
+    added_keys = []
+    for override in overrides:
+        key = _key(override)
+        is_top_level = not any(separator in key for separator in "./@")
+        if override.is_add() and is_top_level and key not in groups:
+            added_keys.append(key)
+    refuse(added_keys, "no task reads an added key", remedy="--help lists all keys.")
+    ignores = task.get("ignores", ())
+    reads = ["task", *task.get("reads", ())]
+    unread = [key for key in keys if _matches(key, ignores) and not _matches(key, reads)]
+    refuse(
+        unread,
+        f"task={task.name} does not read what was given",
+        remedy="leave it out; --help lists what each task reads.",
+    )
+
+
+def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
+    """Raise for a typed ``ignore`` that matches no module; the default of a config may match none."""
+    typed_keys = [_key(override) for override in _parsed(typed_overrides())]
+    if "ignore" in typed_keys:
+        refuse(
+            unmatched(model, as_names(plain(config.ignore))),
+            f"ignore matches no module of {type(model).__name__}",
+            expected="names or classes of modules, or `re:` patterns (anchored at the front)",
+        )
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def _key(override: Override) -> str:
+    return str(override.key_or_group)
+
+
+def _matches(key: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches the key, or names a node above it."""
+    is_below = [key.startswith(f"{pattern}.") for pattern in patterns]
+    return any(is_below) or any(fnmatch(key, pattern) for pattern in patterns)

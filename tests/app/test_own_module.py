@@ -1,0 +1,129 @@
+"""A LightningModule and data of the user's own on the command line."""
+
+import json
+
+import pytest
+import torch
+from lightning.pytorch import LightningDataModule, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_obs import CalibrationError
+from lightning_obs.app.main import run
+
+
+class Two(LightningModule):
+    """Logs two values, and says which one counts."""
+
+    metric = "accuracy"
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.accuracy = MulticlassAccuracy(3)
+
+    def model_inputs(self, batch):
+        return {"input": batch[0]}
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+    def test_step(self, batch, batch_idx):
+        logits = self.net(batch[0])
+        self.accuracy.update(logits, batch[1])
+        self.log("loss", nn.functional.cross_entropy(logits, batch[1]))
+        self.log("accuracy", self.accuracy)
+
+
+class Silent(Two):
+    """Does not say which one."""
+
+    metric = None
+
+
+class Points(LightningDataModule):
+    """Knows nothing of tokenizers."""
+
+    def __init__(self, batches=2):
+        super().__init__()
+        torch.manual_seed(1)
+        self.rows = TensorDataset(torch.randn(4 * batches, 32), torch.randint(0, 3, (4 * batches,)))
+
+    def val_dataloader(self):
+        return DataLoader(self.rows, batch_size=4)
+
+    test_dataloader = val_dataloader
+
+
+def words_of(name):
+    return [
+        "~model", f"+model._target_={__name__}.{name}", "~data", f"+data._target_={__name__}.Points", "module=net",
+        "trainer=cpu", "trainer.enable_progress_bar=false", "scheme=int8_static", "ignore=[]",
+    ]  # fmt: skip
+
+
+def own(composed, name, *overrides):
+    return composed(*words_of(name), *overrides, tiny=False)
+
+
+def test_a_module_of_ones_own_is_judged_by_the_value_that_it_names(composed, capsys):
+    row = run(own(composed, "Two"))
+    assert row["metric"] == "accuracy"
+    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in capsys.readouterr().out
+
+
+def test_of_several_values_one_has_to_be_named(composed):
+    with pytest.raises(CalibrationError, match=r"Silent\.test_step logs loss, accuracy.*metric = 'loss'"):
+        run(own(composed, "Silent", "export=none"))
+
+
+class Mute(Two):
+    """Logs nothing."""
+
+    def test_step(self, batch, batch_idx):
+        pass
+
+
+def test_a_module_that_logs_nothing_cannot_be_evaluated(composed):
+    words = [word for word in words_of("Mute") if not word.startswith(("module", "scheme", "ignore"))]
+    with pytest.raises(CalibrationError, match=r"test_step logs nothing. Got Mute.*self\.log"):
+        run(composed(*words, "task=evaluate", tiny=False))
+
+
+def test_model_and_data_are_replaced_on_the_command_line(command_line):
+    done = command_line(*words_of("Two"), "export=none", tiny=False)
+    assert done.returncode == 0, done.stderr
+    assert "accuracy" in done.stdout
+
+
+def test_a_model_is_not_deleted_without_another_in_its_place(command_line):
+    done = command_line("~model", tiny=False)
+    assert done.returncode == 1
+    assert "model cannot be deleted" in done.stderr
+
+
+def test_a_config_of_ones_own_can_require_a_key(command_line, tmp_path):
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "two.yaml").write_text(f"_target_: {__name__}.Two\nwidth: ???\n")
+    done = command_line("--config-dir=mine", "model=two", *words_of("Two")[2:], tiny=False)
+    assert done.returncode == 1
+    assert "model.width has to be given" in done.stderr
+
+
+METRICS = ("perplexity", "accuracy")
+
+
+def test_runs_with_different_metrics_stand_side_by_side(composed, tmp_path, capsys):
+    for name, metric in zip("ab", METRICS, strict=True):
+        (tmp_path / name).mkdir()
+        found = {"run": name, "metric": metric, metric: [0.5, 0.25], "size": 2**20}
+        (tmp_path / name / "report.json").write_text(json.dumps(found))
+    run(composed("task=compare", f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"))
+    table = capsys.readouterr().out
+    assert "perplexity 0.25000" in table
+    assert "accuracy 0.25000" in table
+    assert (tmp_path / "run" / "report.html").is_file()
+    shown = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    assert [(row["metric"], row[row["metric"]]) for row in shown] == [(name, [0.5, 0.25]) for name in METRICS]
