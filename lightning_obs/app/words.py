@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 #: regular expressions of Python's options in errors, and their replacements
-_WORDS = (
+_REPLACEMENTS = (
     (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
     (r"device_map='auto'", "model.device_map=auto"),
     (r"engines=[\"'](\S+?)[\"']", r"export.engines=\1"),
@@ -29,6 +29,6 @@ def in_words(text: str) -> str:
     >>> in_words("set overwrite=True, which replaces a checkpoint (a callback's export_overwrite=True).")
     'set export.overwrite=true, which replaces a checkpoint.'
     """
-    for pattern, replacement in _WORDS:
+    for pattern, replacement in _REPLACEMENTS:
         text = re.sub(pattern, replacement, text)
     return text

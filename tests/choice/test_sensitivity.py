@@ -18,7 +18,7 @@ from lightning_obs import (
 from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import fake_quantize_with
+from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.numerics.moments import channel_products
 from lightning_obs.observers.statistic import input_statistics
 from tests.support.moe_models import tiny_moe
@@ -97,9 +97,9 @@ def test_candidates_that_round_a_weight_alike_round_it_once_a_batch(classifier, 
 
     def rounding(value, *given, **options):
         rounded.append(value.data_ptr())
-        return fake_quantize_with(value, *given, **options)
+        return fake_quantize(value, *given, **options)
 
-    monkeypatch.setattr(quantized_tensors, "fake_quantize_with", rounding)
+    monkeypatch.setattr(quantized_tensors, "fake_quantize", rounding)
     together = {"int4": INT4, "int8": INT8, "dynamic": "W8A8", "static": "INT8_STATIC"}
     sensitivity(classifier, [torch.randn(64, 32), torch.randn(64, 32)], together)
     weights = [layer.weight.data_ptr() for layer in classifier if isinstance(layer, nn.Linear)]
