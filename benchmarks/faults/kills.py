@@ -1,11 +1,11 @@
-"""Kill a process while it overwrites, and look what is under the name.
+"""Kill a process while it overwrites a name, and look what is under the name afterwards.
 
     python benchmarks/faults/kills.py [--kills 200]
 
 A child overwrites a checkpoint, or a file, and kills itself (SIGKILL) at its n-th call to the file system, as Python's
-audit hooks count them; where it has fewer calls than there are kills, the rest come after a random time. What is under
-the name then has to load and to be the old or the new; the next overwrite has to leave nothing beside it. `two renames`
-is the way of file systems that cannot exchange two names: there, who loads puts back what was taken.
+audit hooks count them; if it has fewer calls than there are kills, the other kills come after a random time. The name
+must then load, as the old or the new checkpoint, and the next overwrite must leave nothing beside it. `two renames` is
+the way of file systems that cannot exchange two names: there, whoever loads puts the replaced folder back.
 
 Then two processes overwrite one checkpoint as fast as they can, and a third counts how often the name is absent.
 """

@@ -33,7 +33,6 @@ class OptionKeywords(TypedDict, total=False):
     observers: ObserversLike | Literal["auto"]
     kv_cache: KVCacheLike
     on_missing: OnMissing
-    reload: str
     engines: str | Sequence[str]
     calibrate_all_experts: bool
     fused_sets: Sequence[Sequence[str]]
@@ -63,12 +62,12 @@ class CalibrationOptions:
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for other modules). In the validation of a
             ``trainer.fit``, which an error would end, ``"error"`` is ``"warn"``.
-        reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an
-            engine of your own, or ``"unchecked"``. A checkpoint that the engine would refuse is an error now. A
-            warning says where an engine computes a scheme differently.
-        engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "sglang"]``.
-            A refusal by one of them is an error; the functions that choose schemes leave such candidates out.
+        engines: the engines that will load the checkpoint: ``"transformers"`` (``from_pretrained``, the default),
+            ``"dequantize"`` (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``,
+            the name of an engine of your own, or ``"unchecked"``; or a list of them, ``["vllm", "sglang"]``. The
+            checkpoint is written for the first one, and a warning says where that one computes a scheme differently.
+            A checkpoint that any of them would refuse is an error now; the functions that choose schemes leave such
+            candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only its own. Outputs do not change. Off: an
             expert's range is that of the tokens that the router sends it.
         fused_sets: names of modules, under one parent, that your engine fuses, in addition to
@@ -107,7 +106,6 @@ class CalibrationOptions:
     observers: ObserversLike | Literal["auto"] = None
     kv_cache: KVCacheLike = None
     on_missing: OnMissing = "error"
-    reload: str = "default"
     engines: str | Sequence[str] = ()
     calibrate_all_experts: bool = False
     fused_sets: Sequence[Sequence[str]] = ()
@@ -118,19 +116,17 @@ class CalibrationOptions:
     def __post_init__(self) -> None:
         for name in ("scheme", *self.names(type(self))):
             value = _plain(getattr(self, name))
-            if name in ("targets", "ignore", "engines") and (name, value) != ("targets", None):
-                given, value = value, as_names(value) if isinstance(value, Iterable) else [None]
-                if not all(isinstance(each, str) for each in value):
-                    raise CalibrationError(name, got=repr(given), expected="a name, or a list of names")
+            is_unset = name == "targets" and value is None
+            if name in ("targets", "ignore", "engines") and not is_unset:
+                value = _names(name, value)
             object.__setattr__(self, name, value)
         require_choice("on_missing", self.on_missing, get_args(OnMissing))
         require_bool(calibrate_all_experts=self.calibrate_all_experts, join_fused_scales=self.join_fused_scales)
-        engine_of(self.reload)
         for name in self.engines:
-            engine_of(name, "engines")
+            engine_of(name)
         check_own_sets(self.fused_sets)
-        config = resolve_config(self.scheme, **{name: getattr(self, name) for name in _OF_SCHEME})
-        object.__setattr__(self, "config", config)
+        fields_of_scheme = {name: getattr(self, name) for name in _OF_SCHEME}
+        object.__setattr__(self, "config", resolve_config(self.scheme, **fields_of_scheme))
 
     @classmethod
     def of(
@@ -145,9 +141,14 @@ class CalibrationOptions:
     @staticmethod
     def names(owner: type) -> list[str]:
         """Keyword arguments of the constructors of a class and its bases."""
-        constructors = [vars(each)["__init__"] for each in owner.__mro__ if "__init__" in vars(each)]
-        given = (p for constructor in constructors for p in signature(constructor).parameters.values())
-        return list(dict.fromkeys(p.name for p in given if p.kind is Parameter.KEYWORD_ONLY))
+        names: dict[str, None] = {}
+        for base in owner.__mro__:
+            if "__init__" not in vars(base):
+                continue
+            for parameter in signature(vars(base)["__init__"]).parameters.values():
+                if parameter.kind is Parameter.KEYWORD_ONLY:
+                    names[parameter.name] = None
+        return list(names)
 
     @property
     def label(self) -> str:
@@ -166,8 +167,13 @@ class CalibrationOptions:
 
     @property
     def engine(self) -> Engine:
-        """The engine that the checkpoint is for."""
-        return engine_of(self.reload)
+        """The engine that the checkpoint is written for."""
+        return engine_of(self.engines[0] if self.engines else "transformers")
+
+    @property
+    def further_engines(self) -> list[Engine]:
+        """The engines beside :attr:`engine` that have to take the checkpoint."""
+        return [engine_of(name) for name in self.engines[1:]]
 
 
 def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
@@ -177,19 +183,32 @@ def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
     """
 
     def decorated(taker: _Taker) -> _Taker:
-        own = signature(taker, eval_str=True)
-        written = [p for p in own.parameters.values() if p.kind is not Parameter.VAR_KEYWORD]
-        others = [p for p in signature(source, eval_str=True).parameters.values() if p.kind is Parameter.KEYWORD_ONLY]
-        taker.__signature__ = own.replace(parameters=[*written, *others])  # type: ignore[attr-defined]
+        written = signature(taker, eval_str=True)
+        parameters = []
+        for parameter in written.parameters.values():
+            if parameter.kind is not Parameter.VAR_KEYWORD:
+                parameters.append(parameter)
+        for parameter in signature(source, eval_str=True).parameters.values():
+            if parameter.kind is Parameter.KEYWORD_ONLY:
+                parameters.append(parameter)
+        taker.__signature__ = written.replace(parameters=parameters)  # type: ignore[attr-defined]
         return taker
 
     return decorated
 
 
+def _names(option: str, value: Any) -> list[str]:
+    """The value of an option as a list of names; a CalibrationError for anything else."""
+    names: list[Any] = as_names(value) if isinstance(value, Iterable) else [None]
+    if not all(isinstance(name, str) for name in names):
+        raise CalibrationError(option, got=repr(value), expected="a name, or a list of names")
+    return names
+
+
 def _plain(value: Any) -> Any:
     """Configuration libraries hand over mappings and sequences of their own; everything below takes dict and list."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return value

@@ -18,6 +18,7 @@ from lightning_obs.calibration.token_mask import PADDING
 
 #: rows of signs for samples with one prediction: a power of two
 _SAMPLE_ROWS = 1 << 12
+#: by bytes of an element, the integer with as many
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,33 +32,47 @@ class ProbeSigns:
     def of_call(
         self, logits: torch.Tensor, mask: torch.Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> torch.Tensor:
-        """Signs for logits ``(batch, ..., classes)``, in int8; without the batch where all samples have the same.
+        """Signs for the logits of a call of the model.
 
-        ``mask`` is ``(batch, tokens)``, on the CPU, nonzero for tokens that count, or None; ``args`` and ``kwargs`` are
-        of the call that gave the logits.
+        Args:
+            logits: ``(batch, ..., classes)``.
+            mask: ``(batch, tokens)``, on the CPU, nonzero for tokens that count; None: all count.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
+
+        Returns:
+            ``(batch, ..., classes)`` in int8, on the device of the logits; without the batch axis where all samples
+            have the same signs.
         """
-        classes, device = logits.shape[-1], logits.device
+        classes = logits.shape[-1]
+        device = logits.device
         if logits.ndim == 2:
             numbers = _numbers_of_samples(len(logits), mask, args, kwargs)
-            return self._first(_SAMPLE_ROWS, classes, device)[numbers.to(device)]
+            rows = self._first_rows(_SAMPLE_ROWS, classes, device)
+            return rows[numbers.to(device)]
         positions = logits[0, ..., 0].numel()
-        rows = self._first(positions, classes, device)[:positions]
-        if mask is None or mask.shape != logits.shape[:-1] or bool(mask.bool().all()):
+        rows = self._first_rows(positions, classes, device)[:positions]
+        is_of_predictions = mask is not None and mask.shape == logits.shape[:-1]
+        if mask is None or not is_of_predictions or bool(mask.bool().all()):
             return rows.view(logits.shape[1:])
-        return rows[_ranks(mask).to(device)]
+        return rows[_numbers_of_tokens(mask).to(device)]
 
-    def _first(self, count: int, classes: int, device: torch.device) -> torch.Tensor:
+    def _first_rows(self, count: int, classes: int, device: torch.device) -> torch.Tensor:
         """At least the first ``count`` rows, ``(n, classes)``; drawn on the CPU, so that every device has the same."""
-        generator, rows = self._rows.get(classes) or (torch.Generator().manual_seed(0), torch.empty(0, classes))
+        if classes not in self._rows:
+            self._rows[classes] = torch.Generator().manual_seed(0), torch.empty(0, classes, dtype=torch.int8)
+        generator, rows = self._rows[classes]
+        rows = rows.to(device)
         if len(rows) < count:
-            further = torch.empty((count - len(rows), classes), dtype=torch.int8).random_(0, 2, generator=generator)
-            rows = torch.cat([rows.to(device, torch.int8), further.mul_(2).sub_(1).to(device)])
-        self._rows[classes] = generator, rows.to(device)
-        return self._rows[classes][1]
+            bits = torch.empty((count - len(rows), classes), dtype=torch.int8).random_(0, 2, generator=generator)
+            signs = bits.mul_(2).sub_(1)
+            rows = torch.cat([rows, signs.to(device)])
+        self._rows[classes] = generator, rows
+        return rows
 
 
-def _ranks(mask: torch.Tensor) -> torch.Tensor:
-    """The number of each token among the tokens of its sequence that count; of others, any."""
+def _numbers_of_tokens(mask: torch.Tensor) -> torch.Tensor:
+    """The number of each token among the tokens of its sequence that count; a token that does not count has any."""
     return (mask.bool().cumsum(-1) - 1).clamp_min(0)
 
 
@@ -70,15 +85,16 @@ def _numbers_of_samples(
         return torch.zeros(samples, dtype=torch.long)
     if value.is_complex():
         value = torch.view_as_real(value)
-    bits = value.contiguous().view(_INTEGERS[value.itemsize]).long().reshape(samples, -1)
+    integers = value.contiguous().view(_INTEGERS[value.itemsize]).long().reshape(samples, -1)
     generator = torch.Generator().manual_seed(0)
     if mask is not None and mask.ndim == 2 and value.shape[:2] == mask.shape:
-        bits = bits.unflatten(1, (mask.shape[1], -1))
-        factors = _factors(bits[0].numel(), generator).view(bits.shape[1:])[_ranks(mask)].to(bits.device)
-        factors = factors * mask.bool()[..., None].to(bits.device)
+        integers = integers.unflatten(1, (mask.shape[1], -1))
+        factors_of_positions = _factors(integers[0].numel(), generator).view(integers.shape[1:])
+        factors = factors_of_positions[_numbers_of_tokens(mask)] * mask.bool()[..., None]
     else:
-        factors = _factors(bits.shape[1], generator).to(bits.device)
-    digests = (bits * factors).reshape(samples, -1).sum(1)  # modulo 2 ** 64: in any order
+        factors = _factors(integers.shape[1], generator)
+    products = integers * factors.to(integers.device)
+    digests = products.reshape(samples, -1).sum(1)  # modulo 2 ** 64: the same in any order
     return (digests >> 40) & (_SAMPLE_ROWS - 1)
 
 
@@ -92,12 +108,14 @@ def _input_of(samples: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
     The first of several that are equally large. The attention mask is none of them.
     """
-    given = tree_leaves((args, {name: value for name, value in kwargs.items() if name != PADDING}))
+    arguments = {name: value for name, value in kwargs.items() if name != PADDING}
     largest = None
-    for value in given:
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != samples or not value.numel():
+    largest_size = (False, 0)
+    for value in tree_leaves((args, arguments)):
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) != samples:
             continue
-        size = value.is_floating_point(), value.numel()
-        if largest is None or size > (largest.is_floating_point(), largest.numel()):
+        size = (value.is_floating_point(), value.numel())
+        if value.numel() and size > largest_size:
             largest = value
+            largest_size = size
     return largest

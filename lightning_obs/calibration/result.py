@@ -65,44 +65,57 @@ class CalibrationResult:
 
     def facts(self) -> dict[str, str]:
         """The facts by name, in the order of every report: closing summary, page, log, ``repr``."""
-        many = self.ranks > 1
-        return {
+        has_ranks = self.ranks > 1
+        facts = {
             "scheme": self.scheme,
             "modules": f"{len(self.modules):,}",
             "observers": f"{self.observers:,}",
-            "batches": f"{self.batches:,}" + (f" x {self.ranks} ranks" if many else ""),
-            **({"collectives": str(self.collectives)} if many else {}),
-            "calibration": f"{self.seconds:.1f} s",
-            **({} if self.in_float is None else {"left in float": shares_text(self.in_float)}),
+            "batches": f"{self.batches:,}" + (f" x {self.ranks} ranks" if has_ranks else ""),
         }
+        if has_ranks:
+            facts["collectives"] = str(self.collectives)
+        facts["calibration"] = f"{self.seconds:.1f} s"
+        if self.in_float is not None:
+            facts["left in float"] = shares_text(self.in_float)
+        return facts
 
     def line(self, between: str) -> str:
         """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s..."""
-        known = self.facts()
-        counted = []
-        for name, one in _COUNTED.items():
-            number, _, ranks = known.get(name, "").partition(" ")
-            counted += [f"{number} {one if number == '1' else name} {ranks}".strip()] if number else []
-        parts = [*counted, known["calibration"]]
-        if "left in float" in known:
-            parts.append(f"left in float: {known['left in float']}")
-        return between.join(parts)
+        facts = self.facts()
+        texts = []
+        for plural, singular in _COUNTED.items():
+            if plural in facts:
+                number, _, ranks = facts[plural].partition(" ")
+                noun = singular if number == "1" else plural
+                texts.append(f"{number} {noun} {ranks}".strip())
+        texts.append(facts["calibration"])
+        if "left in float" in facts:
+            texts.append(f"left in float: {facts['left in float']}")
+        return between.join(texts)
 
     def __repr__(self) -> str:
         """Ten lines at most; the tensors are in :attr:`qparams`."""
+        facts = self.facts()
         total = sum(value.nbytes for value in self.qparams.values())
-        ranges = self.input_ranges
-        widest = max(ranges, key=lambda name: max(map(abs, ranges[name])), default=None)
-        known = self.facts()
-        rows = {
-            **known,
-            "modules": f"{known['modules']}: {name_list(self.modules, 3)}",
-            "observers": f"{known['observers']}, {self.measurements} measurements of activations",
+        left_out = [f"{name} ({reason})" for name, reason in self.left_out.items()]
+        rows = facts | {
+            "modules": f"{facts['modules']}: {name_list(self.modules, 3)}",
+            "observers": f"{facts['observers']}, {self.measurements} measurements of activations",
             "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
-            "widest input": widest and f"{widest} [{ranges[widest][0]:.4g}, {ranges[widest][1]:.4g}]",
+            "widest input": self._widest_input(),
             "skipped": name_list(self.skipped, 3),
-            "left out": name_list([f"{name} ({why})" for name, why in self.left_out.items()], 3),
+            "left out": name_list(left_out, 3),
             "fallback": name_list(self.fallback, 3),
         }
         lines = [f"  {key}: {value}" for key, value in rows.items() if value]
         return printable("\n".join(["CalibrationResult", *lines]))
+
+    def _widest_input(self) -> str:
+        """The module whose input has the largest value, and the range of that input; empty if none was observed."""
+        widest = ""
+        largest = -1.0
+        for name, (low, high) in self.input_ranges.items():
+            if max(-low, high) > largest:
+                largest = max(-low, high)
+                widest = f"{name} [{low:.4g}, {high:.4g}]"
+        return widest

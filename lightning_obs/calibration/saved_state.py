@@ -33,17 +33,31 @@ def dump_state(
     checksums: Mapping[str, Mapping[str, int]],
     skipped: Iterable[str],
 ) -> dict[str, Any]:
-    """``{"layer.weight_scale": tensor}``, ``{"layer": {"weight": checksum}}``, modules left in full precision."""
-    found = {"qparams": dict(qparams), "checksums": dict(checksums), "skipped": sorted(skipped)}
-    return sealed({"format": _FORMAT, "config": plan.config.model_dump_json(), **found})
+    """A calibration as tensors and strings, sealed.
+
+    Args:
+        plan: its config is saved.
+        qparams: ``{"layer.weight_scale": tensor}``.
+        checksums: of the weights that they belong to, ``{"layer": {"weight": checksum}}``.
+        skipped: names of modules that were left in full precision.
+    """
+    return sealed(
+        {
+            "format": _FORMAT,
+            "config": plan.config.model_dump_json(),
+            "qparams": dict(qparams),
+            "checksums": dict(checksums),
+            "skipped": sorted(skipped),
+        }
+    )
 
 
-def by_module(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """``{"layer.weight_scale": value}`` as ``{"layer": {"weight_scale": value}}``."""
     nested: dict[str, dict[str, Any]] = {}
-    for key, value in flat.items():
-        name, _, key = str(key).rpartition(".")
-        nested.setdefault(name, {})[key] = value
+    for full_name, value in values.items():
+        module_name, _, key = str(full_name).rpartition(".")
+        nested.setdefault(module_name, {})[key] = value
     return nested
 
 
@@ -54,10 +68,11 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
     """
     require_whole(state)
-    if (found := state.get("format")) != _FORMAT:
+    saved_format = state.get("format")
+    if saved_format != _FORMAT:
         raise CalibrationError(
             "the saved calibration has a format that this version does not know",
-            got=found,
+            got=saved_format,
             expected=_FORMAT,
             remedy="load it with the version of lightning_obs that wrote it, or calibrate again.",
         )
@@ -74,7 +89,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
-    """How a config differs from that of a saved calibration: ``["weights.num_bits: 8 -> 4", ...]``."""
+    """The fields in which a config differs from a saved calibration's: ``["weights.num_bits: 8 -> 4", ...]``."""
     try:
         saved = dict(flat_fields(json.loads(state["config"])))
     except (KeyError, TypeError, ValueError):
@@ -82,10 +97,13 @@ def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> lis
     return changes(saved, dict(flat_fields(json.loads(config.model_dump_json()))))
 
 
-def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """The fields that differ: ``["ranks: 2 -> 1", ...]``."""
-    names = [name for name in dict.fromkeys([*saved, *now]) if saved.get(name) != now.get(name)]
-    return [f"{name}: {_change(saved.get(name), now.get(name))}" for name in names]
+    texts = []
+    for name in dict.fromkeys([*saved, *present]):
+        if saved.get(name) != present.get(name):
+            texts.append(f"{name}: {_change(saved.get(name), present.get(name))}")
+    return texts
 
 
 def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -> None:
@@ -100,18 +118,24 @@ def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -
 def flat_fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """The values of nested dicts by their path: ``("weights.num_bits", 8)``..."""
     if isinstance(value, dict) and value:
-        for key, each in value.items():
-            yield from flat_fields(each, f"{name}.{key}".lstrip("."))
+        for key, field in value.items():
+            yield from flat_fields(field, f"{name}.{key}".lstrip("."))
     else:
         yield name, value
 
 
-def _change(saved: Any, now: Any) -> str:
-    if isinstance(saved, list) and isinstance(now, list):  # names of modules, perhaps hundreds
-        gone, new = ([repr(one) for one in a if one not in b] for a, b in ((saved, now), (now, saved)))
-        parts = [f"{word} {name_list(names, 3)}" for word, names in (("without", gone), ("with", new)) if names]
-        return "now " + (" and ".join(parts) or "in another order")
-    return f"{saved!r} -> {now!r}"
+def _change(saved: Any, present: Any) -> str:
+    """The difference of a field; of two lists of names, perhaps hundreds, only the names that differ."""
+    if not isinstance(saved, list) or not isinstance(present, list):
+        return f"{saved!r} -> {present!r}"
+    differences = []
+    removed = [repr(name) for name in saved if name not in present]
+    if removed:
+        differences.append(f"without {name_list(removed, 3)}")
+    added = [repr(name) for name in present if name not in saved]
+    if added:
+        differences.append(f"with {name_list(added, 3)}")
+    return "now " + (" and ".join(differences) or "in another order")
 
 
 def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, Any]]:
@@ -122,9 +146,9 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     Raises:
         CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
     """
-    found = {key: observer.get_statistics() for key, observer in observers.items()}
-    require_plain(found, "statistics that cannot be saved in a checkpoint")
-    return {f"{name}.{base}": statistics for (name, base), statistics in found.items() if statistics}
+    statistics_of = {key: observer.get_statistics() for key, observer in observers.items()}
+    require_plain(statistics_of, "statistics that cannot be saved in a checkpoint")
+    return {f"{name}.{base}": statistics for (name, base), statistics in statistics_of.items() if statistics}
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
@@ -142,16 +166,19 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     A checkpoint holds one state for all ranks: extremes and counts are reduced; statistics whose reduction depends on
     the order (moving averages, float sums, undeclared ones) are kept rank by rank. The observers do not change.
     """
-    apart: dict[str, dict[str, Any]] = {}
+    kept_by_rank: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
     stretch = Stretch(collectives)
     with stretch:
-        apart = dump_statistics({key: o for key, o in observers.items() if not _is_exact(o)})
+        inexact: dict[Key, Observer] = {}
         for key, observer in observers.items():
             if _is_exact(observer):
                 copies[key] = type(observer)(observer.base_name, observer.args)
                 copies[key].load_statistics(observer.get_statistics())
-    synced = sync_statistics(copies, collectives, failure=stretch.failure, note=apart)
+            else:
+                inexact[key] = observer
+        kept_by_rank = dump_statistics(inexact)
+    synced = sync_statistics(copies, collectives, failure=stretch.failure, note=kept_by_rank)
     state: dict[str, Any] = {}
     stretch = Stretch(collectives, synced.failure)
     with stretch:
@@ -165,27 +192,34 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
 
     False, and nothing is loaded, if statistics kept rank by rank are of another number of ranks.
     """
-    every = state["of_ranks"]
-    if any(every) and len(every) != collectives.size:
+    statistics_of_ranks = state["of_ranks"]
+    has_inexact = any(statistics_of_ranks)
+    if has_inexact and len(statistics_of_ranks) != collectives.size:
         return False
     for observer in observers.values():
         observer.reset()
     if collectives.rank == 0:
         load_statistics(observers, state["reduced"])
-    if any(every):
-        load_statistics(observers, every[collectives.rank])
+    if has_inexact:
+        load_statistics(observers, statistics_of_ranks[collectives.rank])
     return True
 
 
 def _is_exact(observer: Observer) -> bool:
     """Whether its statistics, reduced, have the same bits for any ranks in any order."""
     declared = {statistic.name: statistic for statistic in declared_statistics(observer)}
-    return all(n in declared and declared[n].is_exact(value) for n, value in observer.get_statistics().items())
+    for name, value in observer.get_statistics().items():
+        if name not in declared or not declared[name].is_exact(value):
+            return False
+    return True
 
 
 def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """A message for each saved quantization parameter that does not fit its module."""
     # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
-    known = {"weight"} | {key.partition("_")[0] for qparams in saved.values() for key in qparams}
+    saved_base_names = {"weight"}
+    for qparams in saved.values():
+        saved_base_names |= {key.partition("_")[0] for key in qparams}
     for target in plan.targets:
         if target.name in saved:
-            yield from find_misfits(target, saved[target.name], known)
+            yield from find_misfits(target, saved[target.name], saved_base_names)

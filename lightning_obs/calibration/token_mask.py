@@ -26,13 +26,15 @@ Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed
 class TokenSelection:
     """Selects the rows that count; remembers the layout that earlier calls of each module have shown.
 
-    ``batch_first``: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
+    Args:
+        batch_first: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
     """
 
     def __init__(self, batch_first: bool = False) -> None:
-        self._known = batch_first
-        #: whether all calls of a module so far had one row per sample (matrices), or their samples first (others)
-        self._shown: dict[str, bool] = {}
+        self._is_batch_first = batch_first
+        #: by name of a module: whether all its matrices so far had one row per sample, and all its other activations
+        #: their samples first
+        self._shows_samples_first: dict[str, bool] = {}
 
     def of(self, value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout = "tokens") -> torch.Tensor:
         """The rows of ``value`` that count.
@@ -54,75 +56,112 @@ class TokenSelection:
         tensor([[1.],
                 [2.]])
         """
-        chosen = mask.bool()
-        fits = value.shape[: chosen.ndim] == chosen.shape
-        if layout == "positions" and fits:
-            return take(value, chosen)
+        counts = mask.bool()
         if layout == "positions":
+            rows = take(value, counts) if _begins_with(value, counts) else None
+        else:
+            self._remember_layout(value, counts, name)
+            rows = self._select(value, counts, name, layout)
+        if rows is None:
             raise _unknown_rows(value, mask, name, layout)
+        return rows
+
+    def _remember_layout(self, value: torch.Tensor, counts: torch.Tensor, name: str) -> None:
+        """Remember whether an activation has its samples first; a square one does not show it."""
         if value.ndim == 2:
-            self._shown[name] = len(value) == len(chosen) and self._shown.get(name, True)
+            has_samples_first = len(value) == len(counts)
         elif value.ndim == 3 and value.shape[0] != value.shape[1]:
-            self._shown[name] = fits and self._shown.get(name, True)
-        if bool(chosen.all()) and (layout == "routed" or _may_be_of(value, chosen, layout)):
+            has_samples_first = _begins_with(value, counts)
+        else:
+            return
+        self._shows_samples_first[name] = has_samples_first and self._shows_samples_first.get(name, True)
+
+    def _select(self, value: torch.Tensor, counts: torch.Tensor, name: str, layout: Layout) -> torch.Tensor | None:
+        """The rows of an activation that count; None if the shape does not tell."""
+        if bool(counts.all()) and (layout == "routed" or _may_be_mask_of(value, counts, layout)):
             return value
-        if not bool(chosen.any()):
+        if not bool(counts.any()):
             return value[:0]
         if layout == "heads":
-            if value.ndim == 4 and chosen.shape in ((len(value),), (len(value), value.shape[2])):
-                states = take(value.transpose(1, 2), chosen)
-                return states.flatten(0, -3).transpose(0, 1).unsqueeze(0)
-        elif layout != "routed" and value.ndim > 2 and fits:
-            square = value.ndim == 3 and value.shape[0] == value.shape[1]
-            if not square or self._known or self._shown.get(name, False):
-                return take(value, chosen)
-        elif layout != "routed" and value.ndim == 2:
-            kept = self._rows(chosen, len(value), name, layout == "flattened")
-            if kept is not None:
-                return take(value, kept)
-        raise _unknown_rows(value, mask, name, layout)
+            return _select_states(value, counts)
+        if layout == "routed":
+            return None
+        if value.ndim == 2:
+            rows = self._rows_of_matrix(counts, len(value), name, layout)
+            return None if rows is None else take(value, rows)
+        if value.ndim > 2 and _begins_with(value, counts):
+            is_square = value.ndim == 3 and value.shape[0] == value.shape[1]
+            if not is_square or self._is_batch_first or self._shows_samples_first.get(name, False):
+                return take(value, counts)
+        return None
 
-    def _rows(self, chosen: torch.Tensor, rows: int, name: str, flattened: bool) -> torch.Tensor | None:
-        """Which rows of a matrix count; None if the shape does not tell."""
-        flattened = flattened or self._known
-        if rows == len(chosen) and (self._known or self._shown[name]):
-            return chosen if chosen.ndim == 1 else torch.ones_like(chosen[:, 0])
-        if chosen.ndim == 2 and rows == chosen.numel() and (flattened or len(chosen) == 1):
-            return chosen.flatten()
-        if chosen.ndim == 1 and rows % len(chosen) == 0 and flattened:
-            return chosen.repeat_interleave(rows // len(chosen))
+    def _rows_of_matrix(self, counts: torch.Tensor, rows: int, name: str, layout: Layout) -> torch.Tensor | None:
+        """Which of the rows of a matrix count, ``(rows,)``; None if the shape does not tell."""
+        is_flattened = layout == "flattened" or self._is_batch_first
+        samples = len(counts)
+        if rows == samples and (self._is_batch_first or self._shows_samples_first[name]):
+            return counts if counts.ndim == 1 else torch.ones_like(counts[:, 0])
+        if counts.ndim == 2 and rows == counts.numel() and (is_flattened or samples == 1):
+            return counts.flatten()
+        if counts.ndim == 1 and rows % samples == 0 and is_flattened:
+            return counts.repeat_interleave(rows // samples)
         return None
 
 
-def take(value: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """``value[chosen]``, of a mask on the host; an accelerator is given indices, for which the host does not wait."""
-    return value[tuple(index.to(value.device, non_blocking=True) for index in chosen.nonzero(as_tuple=True))]
+def take(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """``value[counts]``, of a mask on the host; an accelerator is given indices, for which the host does not wait."""
+    indices = []
+    for index in counts.nonzero(as_tuple=True):
+        indices.append(index.to(value.device, non_blocking=True))
+    return value[tuple(indices)]
 
 
-def _may_be_of(value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> bool:
+def _begins_with(value: torch.Tensor, counts: torch.Tensor) -> bool:
+    """Whether the first axes of an activation are the mask's."""
+    return value.shape[: counts.ndim] == counts.shape
+
+
+def _select_states(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
+    """The tokens of an attention state ``(batch, heads, tokens, head_dim)`` that count; None for another shape."""
+    if value.ndim != 4:
+        return None
+    batch, _, tokens, _ = value.shape
+    if counts.shape not in ((batch,), (batch, tokens)):
+        return None
+    states = take(value.transpose(1, 2), counts)
+    return states.flatten(0, -3).transpose(0, 1).unsqueeze(0)
+
+
+def _may_be_mask_of(value: torch.Tensor, counts: torch.Tensor, layout: Layout) -> bool:
     """Whether a mask that leaves nothing out can be the mask of this activation."""
+    if counts.ndim == 1:
+        return True
     if layout == "heads" and value.ndim == 4:
-        return mask.ndim == 1 or (len(value), value.shape[2]) == mask.shape
-    matrix = value.ndim == 2 and layout != "heads" and len(value) in (len(mask), mask.numel())
-    return mask.ndim == 1 or matrix or value.shape[:2] == mask.shape
+        return (len(value), value.shape[2]) == counts.shape
+    if value.ndim == 2 and layout != "heads" and len(value) in (len(counts), counts.numel()):
+        return True
+    return value.shape[:2] == counts.shape
 
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout) -> CalibrationError:
-    heads = layout == "heads"
-    expected = "(batch, heads, tokens, head_dim)" if heads else "(batch, tokens, channels), tokens other than batch"
+    is_state = layout == "heads"
+    expected = "(batch, heads, tokens, head_dim)" if is_state else "(batch, tokens, channels), tokens other than batch"
     if mask.ndim == 1:
-        rows, given = "of samples that DistributedSampler repeated", f"a batch of {len(mask)} samples"
-        expected += "" if heads else ", or one row for each sample in every batch"
-        others = "or calibrate on a number of samples that the ranks divide"
+        rows = "of samples that DistributedSampler repeated"
+        mask_text = f"a batch of {len(mask)} samples"
+        alternative = "or calibrate on a number of samples that the ranks divide"
+        if not is_state:
+            expected += ", or one row for each sample in every batch"
     else:
-        rows, given = "padding", f"a token mask of shape {tuple(mask.shape)}"
-        others = "use another batch size, or calibrate without padding"
+        rows = "padding"
+        mask_text = f"a token mask of shape {tuple(mask.shape)}"
+        alternative = "use another batch size, or calibrate without padding"
     return CalibrationError(
         f"which rows are {rows} cannot be told from the shape",
         where=[name],
-        got=f"an activation of shape {tuple(value.shape)}, {given}",
+        got=f"an activation of shape {tuple(value.shape)}, {mask_text}",
         expected=expected,
-        remedy=f"list the module in `ignore`, {others}.",
+        remedy=f"list the module in `ignore`, {alternative}.",
     )
 
 

@@ -61,7 +61,8 @@ class CalibrationCallback(SessionCallback):
             whose output has ``logits`` also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the
             unquantized model's predictions [nats], and ``quant/agreement``, the share of positions with the same most
             likely class (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and
-            logits are kept on the CPU for it, up to 2 GiB of each on each rank. Default: False.
+            logits are kept on the CPU for it, up to 2 GiB of each on each rank. Both passes share objects of your own
+            classes; each has its own metrics, tensors, numbers, lists and dicts. Default: False.
         every_n_epochs (int): in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
             ``evaluate`` also in the first one; the validations between measure with the latest scales. Default: 1.
         max_batches (int | None): observe at most this many batches of a validation, on each rank; None: all.
@@ -102,10 +103,10 @@ class CalibrationCallback(SessionCallback):
         on_missing (str): the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full
             precision; or ``"siblings"``, which quantizes an expert without tokens with the range of the layer's other
             experts. In a fit, which an error would end, ``"error"`` is ``"warn"``. Default: ``"error"``.
-        reload (str): the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``,
-            ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of your own, or ``"unchecked"``. A
-            checkpoint that it would refuse is an error now. Default: ``"default"``.
-        engines (str | Sequence[str]): further engines that have to take the checkpoint. Default: ().
+        engines (str | Sequence[str]): the engines that will load the checkpoint: ``"transformers"``
+            (``from_pretrained``), ``"dequantize"``, ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of
+            your own, or ``"unchecked"``. The checkpoint is written for the first one; one that any of them would refuse
+            is an error now. Default: (), transformers.
         calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
             Outputs do not change. Default: False.
         fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition
