@@ -18,7 +18,7 @@ from tests.support.lightning_ranks import Net, calibration, loader, samples, tra
 
 pytestmark = pytest.mark.slow
 
-SCRIPT = str(Path(__file__).parents[2] / "ddp_script.py")
+SCRIPT = str(Path(__file__).parents[2] / "support" / "ddp_script.py")
 #: CI runs it on two nodes
 TORCHRUN_ON_ONE = pytest.param("torchrun", marks=pytest.mark.nightly)
 #: CI runs it as the command line does (tests/app/test_cli.py)
