@@ -47,7 +47,8 @@ def pictures(count: int, seed: int) -> TensorDataset:
 
 
 L.seed_everything(0)
-module, held_out = Stripes(), DataLoader(pictures(256, seed=1), batch_size=64)
+module = Stripes()
+held_out = DataLoader(pictures(256, seed=1), batch_size=64)
 # The convolution is stored in int8 like the Linear modules; load_checkpoint reads both.
 calibration = CalibrationCallback("INT8_STATIC", targets=["Linear", "Conv2d"], module="net")
 trainer = L.Trainer(

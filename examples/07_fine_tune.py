@@ -59,7 +59,9 @@ def trainer(*callbacks: L.Callback) -> L.Trainer:
 
 
 L.seed_everything(0)
-module, training, held_out = Stripes(), pictures(512, seed=0), pictures(256, seed=1)
+module = Stripes()
+training = pictures(512, seed=0)
+held_out = pictures(256, seed=1)
 trainer().fit(module, training, held_out)
 (full,) = trainer().validate(module, held_out, verbose=False)
 

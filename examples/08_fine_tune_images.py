@@ -89,7 +89,8 @@ def accuracy(*callbacks: L.Callback) -> float:
 
 
 L.seed_everything(0)
-module, data = Digits(), DigitsData()
+module = Digits()
+data = DigitsData()
 trainer(options.epochs).fit(module, data)
 full = accuracy()
 
@@ -106,9 +107,9 @@ callback.export(options.out)
 quantized_logits = module.logits
 loaded = Digits()
 load_checkpoint(loaded.net, options.out)
-(again,) = trainer().validate(loaded, data, verbose=False)
+(reloaded,) = trainer().validate(loaded, data, verbose=False)
 
 print(f"accuracy on {len(data.held_out)} held-out images: full precision {full:.3f}", end=", ")
-print(f"calibrated only {calibrated:.3f}, fine-tuned {tuned:.3f}, exported and loaded again {again['accuracy']:.3f}")
-difference = max((a - b).abs().max().item() for a, b in zip(loaded.logits, quantized_logits, strict=True))
+print(f"calibrated only {calibrated:.3f}, fine-tuned {tuned:.3f}, exported and loaded again {reloaded['accuracy']:.3f}")
+difference = (torch.cat(loaded.logits) - torch.cat(quantized_logits)).abs().max().item()
 print("largest difference of logits after loading:", difference)

@@ -52,8 +52,8 @@ def trainer(*callbacks: L.Callback, **more: object) -> L.Trainer:
 
 
 def perplexity(module: L.LightningModule, *callbacks: L.Callback) -> float:
-    (found,) = trainer(*callbacks).validate(module, data.test_dataloader(), verbose=False)
-    return math.exp(found["loss"])
+    (logged,) = trainer(*callbacks).validate(module, data.test_dataloader(), verbose=False)
+    return math.exp(logged["loss"])
 
 
 L.seed_everything(0)
@@ -73,8 +73,8 @@ tuned = perplexity(module, callback)
 module.model.merge_and_unload()
 callback.export(options.out, tokenizer=tokenizer)
 
-again = perplexity(LanguageModel(AutoModelForCausalLM.from_pretrained(options.out)))
+reloaded = perplexity(LanguageModel(AutoModelForCausalLM.from_pretrained(options.out)))
 print(f"{trained:,} parameters trained")
 print(f"perplexity on held-out text: full precision {full:.3f}, calibrated only {calibrated:.3f}", end=", ")
-print(f"fine-tuned {tuned:.3f}, merged, exported and loaded again {again:.3f}")
-print("difference after loading:", abs(again - tuned))
+print(f"fine-tuned {tuned:.3f}, merged, exported and loaded again {reloaded:.3f}")
+print("difference after loading:", abs(reloaded - tuned))

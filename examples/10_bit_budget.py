@@ -32,7 +32,8 @@ measured = sensitivity(model, batches, candidates)  # one forward and one backwa
 print_report(frontier_table(frontier(measured, points=6)))
 
 plan = choose_schemes(measured, budget=options.bits)
-print(f"{plan.bits:.2f} bits per weight:", ", ".join(f"{count} x {name}" for name, count in plan.counts.items()))
+counts = ", ".join(f"{count} x {name}" for name, count in plan.counts.items())
+print(f"{plan.bits:.2f} bits per weight: {counts}")
 
 with CalibrationSession(model, plan.config):  # CalibrationCallback takes it too
     pass  # nothing to observe but weights

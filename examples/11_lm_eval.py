@@ -56,10 +56,10 @@ with tempfile.TemporaryDirectory() as folder:
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=2)
 
     def accuracy() -> float:
-        found = simple_evaluate(
+        evaluation = simple_evaluate(
             model=harness, tasks=[task], task_manager=local_tasks, bootstrap_iters=0, verbosity="ERROR"
         )
-        return float(found["results"]["local_questions"]["acc,none"])
+        return float(evaluation["results"]["local_questions"]["acc,none"])
 
     full = accuracy()
     with quantized(model):

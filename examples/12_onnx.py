@@ -34,7 +34,8 @@ for _ in range(options.epochs):
         optimizer.step()
 model.eval()
 
-held_out, expected_labels = images[1400:], labels[1400:]
+held_out = images[1400:]
+held_out_labels = labels[1400:]
 # Asymmetric inputs: onnxruntime computes a convolution and the ReLU after it with integers.
 with torch.no_grad():
     with CalibrationSession(model, "INT8_STATIC_ASYM", targets=["Linear", "Conv2d"]):
@@ -44,10 +45,14 @@ with torch.no_grad():
 
 file = export_onnx(model, options.out, held_out, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), overwrite=True)
 session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-logits = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: held_out.numpy()})[0])
+input_name = session.get_inputs()[0].name
+[output] = session.run(None, {input_name: held_out.numpy()})
+logits = torch.from_numpy(output)
 
 floats = sum(value.nbytes for value in model.state_dict().values())
-same = bool((logits.argmax(1) == expected.argmax(1)).all())
-print(f"accuracy {(logits.argmax(1) == expected_labels).float().mean():.3f} in onnxruntime, the same answers: {same}")
+answers = logits.argmax(1)
+accuracy = (answers == held_out_labels).float().mean()
+are_same = torch.equal(answers, expected.argmax(1))
+print(f"accuracy {accuracy:.3f} in onnxruntime, the same answers: {are_same}")
 print(f"largest difference of logits {(logits - expected).abs().max():.2g} of {expected.abs().max():.1f}")
 print(f"{os.path.getsize(file):,} bytes; the weights alone have {floats:,} in float32")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_obs.errors import CalibrationError
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run. Errors of configuration and calibration are one message and exit code 1; ``HYDRA_FULL_ERROR=1`` traces."""
-    if "--version" in sys.argv[1:]:  # Hydra's own would say Hydra's
+    """Run the command line.
+
+    An error of configuration or calibration is one message and exit code 1, with a traceback if ``HYDRA_FULL_ERROR=1``.
+    """
+    if "--version" in sys.argv[1:]:  # Hydra would print its own version
         print(versions())
         return
     try:
@@ -35,7 +39,7 @@ def main() -> None:
 
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     OmegaConf.register_new_resolver("described", described, replace=True)
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of exiting, so that we can add the valid options
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which are explained below
     failures: list[Exception] = []
 
     def task(config: DictConfig) -> Any:
@@ -62,29 +66,44 @@ def main() -> None:
 
 def versions() -> str:
     """Versions of the package and of the packages its results depend on, for bug reports."""
-    names = ("torch", "lightning", "transformers", "compressed-tensors")
-    others = ", ".join(f"{name} {version(name)}" for name in names)
-    return f"lightning_obs {version('lightning-obs')} ({others})"
+    packages = ("torch", "lightning", "transformers", "compressed-tensors")
+    dependencies = ", ".join(f"{package} {version(package)}" for package in packages)
+    return f"lightning_obs {version('lightning-obs')} ({dependencies})"
 
 
 def described(*groups: str) -> str:
     """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
-    from omegaconf import OmegaConf
-
     from lightning_obs.app.config_files import config_dir
 
+    files = {}
+    for group in groups:
+        for file in sorted((config_dir() / group).glob("*.yaml")):
+            files[file.name] = file  # an observer of inputs and of weights is listed once
     lines = []
-    for file in {
-        file.name: file for group in groups for file in sorted((config_dir() / group).glob("*.yaml"))
-    }.values():
-        about = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")[0].replace("\n#", "")
-        lines.append(f"  {file.stem:<24}{about.removeprefix('# ').partition('. ')[0].rstrip('.')}")
+    for file in files.values():
+        lines.append(f"  {file.stem:<24}{_first_sentence(file)}")
         if groups == ("task",):
-            config: Any = OmegaConf.load(file)
-            ignores, reads = (", ".join(config.get("task", config).get(key, ())) for key in ("ignores", "reads"))
-            keys = reads if ignores == "*" else f"all keys but {ignores}" if ignores else "all keys"
-            lines.append(f"{'':<26}reads {keys}")
+            lines.append(f"{'':<26}reads {_keys_read(file)}")
     return "\n".join(lines)
+
+
+def _first_sentence(file: Path) -> str:
+    """The first sentence of the comment that a config opens with."""
+    comment, _, _ = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")
+    text = comment.replace("\n#", "").removeprefix("# ")
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _keys_read(file: Path) -> str:
+    """The keys that a task reads, by its config, for ``--help``."""
+    from omegaconf import OmegaConf
+
+    config: Any = OmegaConf.load(file)
+    task = config.get("task", config)
+    ignores = ", ".join(task.get("ignores", ()))
+    if ignores == "*":
+        return ", ".join(task.get("reads", ()))
+    return f"all keys but {ignores}" if ignores else "all keys"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write a calibrated model as a compressed-tensors checkpoint.
 
-The files are laid out before any weight is compressed (:mod:`.stored_tensors`), and each block of rows is written to
+The files are laid out before any weight is compressed (:mod:`.entries`), and each block of rows is written to
 its place at once (:mod:`lightning_obs.files.tensors`). The folder takes its name when it is complete
 (:mod:`lightning_obs.files.write`).
 """
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from lightning_obs.checkpoint.compress import Entry
-from lightning_obs.checkpoint.entries import store
+from lightning_obs.checkpoint.entries import StoredTensors, store
 from lightning_obs.checkpoint.quantization_config import write_quantization_config
-from lightning_obs.checkpoint.stored_tensors import StoredTensors
 from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder

@@ -38,7 +38,7 @@ from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import STATE
+from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.kinds import holds_parameters
@@ -195,7 +195,7 @@ def _tap(
         alike: :func:`_first_alike` of the twins; each different weight is quantized once.
         changes: is added to, by scheme and name.
     """
-    states = [getattr(twin, STATE) for twin in twins.values()]
+    quantizations = [quantization_of(twin) for twin in twins.values()]
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor) or not output.numel():
@@ -204,9 +204,12 @@ def _tap(
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
-            caches: list[list[torch.Tensor]] = [[] for _ in states]
+            caches = [WeightCache() for _ in quantizations]
             caches_of_twins = [caches[first] for first in alike]
-            with weights_shared(module, twins.values()), patch_attrs(states, "kept", caches_of_twins):
+            with (
+                weights_shared(module, twins.values()),
+                patch_attrs(quantizations, "weight_cache", caches_of_twins),
+            ):
                 for scheme, twin in twins.items():
                     # forward, not the call: the copy has the original's hooks
                     difference: torch.Tensor = twin.forward(*args, **kwargs) - plain

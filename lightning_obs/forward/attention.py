@@ -1,9 +1,9 @@
 """Put compressed-tensors' hooked modules into attention for a while, and take them out again.
 
 compressed-tensors quantizes k and v where the cache is updated and q where the attention function is called: it adds
-two modules to every attention module, a hook that nobody gets a handle of, and an attention function of its own to the
-model's config and to a variable of the process. Here all of that has an end: observing and quantizing share the blocks
-(:mod:`.shared_blocks`) that put it in, and the last one to leave takes everything out.
+two modules to every attention module, a hook without giving its handle to anybody, and an attention function of its own
+to the model's config and to a variable of the process. Here all of these are removed again: observing and quantizing
+share the blocks (:mod:`.shared_blocks`) that put them in, and the last user takes them out.
 """
 
 from __future__ import annotations
@@ -41,16 +41,24 @@ _ENABLED = "quantization_enabled"
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
     """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
 
-    ``modules`` are the attention modules of a transformers model, each with its states (q, k, v). compressed-tensors
-    quantizes none of them meanwhile. q of two models with different attention functions is a CalibrationError.
+    compressed-tensors quantizes no state meanwhile.
+
+    Args:
+        model: of transformers.
+        modules: its attention modules, each with its states (q, k, v).
+
+    Raises:
+        CalibrationError: q of another model, with another attention function, is in such a block now.
     """
-    cache, query = (KV_CACHE_ATTR, initialize_hooked_kv_cache), (IMPL_ATTR, initialize_hooked_attention)
     with ExitStack() as stack:
         if any("q" in states for states in modules.values()):
-            stack.enter_context(_functions.around(model, partial(_attention_function, model)))
+            stack.enter_context(_function_blocks.around(model, partial(_attention_function, model)))
         for module, states in modules.items():
-            for name, initialize in (cache, query) if "q" in states else (cache,):
-                stack.enter_context(_hooks[name].around(module, partial(_hooked, model, module, name, initialize)))
+            make_block = partial(_hooked, model, module, KV_CACHE_ATTR, initialize_hooked_kv_cache)
+            stack.enter_context(_cache_blocks.around(module, make_block))
+            if "q" in states:
+                make_block = partial(_hooked, model, module, IMPL_ATTR, initialize_hooked_attention)
+                stack.enter_context(_query_blocks.around(module, make_block))
             # A module that was calibrated before would quantize while it is observed.
             stack.callback(set_attributes(module, **{_ENABLED: False}))
         yield
@@ -92,7 +100,8 @@ def _reader(module: nn.Module, base_name: str) -> nn.Module:
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
     """The outermost transformers model inside ``root`` that holds ``module``; a CalibrationError if there is none."""
     for candidate in root.modules():
-        if hasattr(candidate, "set_attn_implementation") and any(m is module for m in candidate.modules()):
+        is_transformers_model = hasattr(candidate, "set_attn_implementation")
+        if is_transformers_model and any(inner is module for inner in candidate.modules()):
             return candidate
     raise CalibrationError(
         "attention states are quantized through the transformers model that holds them",
@@ -101,29 +110,30 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
     )
 
 
-# ---------------------------------------------------------------------- entered by the first, left by the last
+# ---------------------------------------------------------------------- blocks that users share
 
-#: blocks around attention modules (cache, attention function) and around models (the attention that they call)
-_hooks, _functions = {KV_CACHE_ATTR: SharedBlocks(), IMPL_ATTR: SharedBlocks()}, SharedBlocks()
+_cache_blocks = SharedBlocks()  # around attention modules: the cache of k and v
+_query_blocks = SharedBlocks()  # around attention modules: the attention function, for q
+_function_blocks = SharedBlocks()  # around models: the attention function that their modules call
 
 
 @contextmanager
 def _hooked(
     model: nn.Module, module: nn.Module, name: str, initialize: Callable[[nn.Module, nn.Module], None]
 ) -> Iterator[None]:
-    """compressed-tensors' module under ``name`` in an attention module."""
+    """Have compressed-tensors' module under ``name`` in an attention module, which ``initialize`` puts there."""
     if hasattr(module, name):  # loaded from a quantized checkpoint: not ours to take out
         yield
         return
-    before = set(module._forward_pre_hooks)
+    earlier_hooks = set(module._forward_pre_hooks)
     initialize(model, module)
-    hooks = module._forward_pre_hooks.keys() - before  # compressed-tensors drops their handles
+    hooks = module._forward_pre_hooks.keys() - earlier_hooks  # compressed-tensors drops their handles
 
-    def take_out(own: dict[str, Any]) -> None:
-        own["_modules"].pop(name, None)
+    def take_out(attributes: dict[str, Any]) -> None:
+        attributes["_modules"].pop(name, None)
         for hook in hooks:
-            own["_forward_pre_hooks"].pop(hook, None)
-            own["_forward_pre_hooks_with_kwargs"].pop(hook, None)
+            attributes["_forward_pre_hooks"].pop(hook, None)
+            attributes["_forward_pre_hooks_with_kwargs"].pop(hook, None)
 
     undo = keep_out_of_copies(module, take_out)
     try:
@@ -134,26 +144,25 @@ def _hooked(
 
 @contextmanager
 def _attention_function(model: Any) -> Iterator[None]:
-    """compressed-tensors sets the function of the whole model, and remembers the original one in one place for all."""
-    used, original = model.config._attn_implementation, QuantizedAttentionImpl._original_impl
-    others = [other for other in _functions.open if other is not model]
-    if others and original != used:
-        raise CalibrationError(
-            "q is observed or quantized in two models with different attention functions at the same time",
-            where=[type(other).__name__ for other in others],
-            got=f"{original} and {used}",
-            remedy="do one after the other, or load both with the same attn_implementation.",
-        )
-    configs = [(config, config._attn_implementation) for config in _configs(model)]
-    plain = {id(config): copy(config) for config, _ in configs}
+    """Restore the attention function of a model after the block, and let copies have it that are made inside.
 
-    def put_plain(own: dict[str, Any]) -> None:
-        """Let copies of the modules that share the configs have them with the attention function of before."""
-        for config, _ in configs:
+    compressed-tensors sets another function in the configs of the whole model, and remembers the original function in
+    one place for all models.
+    """
+    original = QuantizedAttentionImpl._original_impl
+    _refuse_other_function(model, original)
+    implementations = [(config, config._attn_implementation) for config in _configs(model)]
+    plain = {id(config): copy(config) for config, _ in implementations}
+
+    def put_plain(attributes: dict[str, Any]) -> None:
+        """Let copies of modules that share the configs have configs with the original attention function."""
+        for config, _ in implementations:
             vars(plain[id(config)]).update(vars(config))
-        for held in (own, *(config.__dict__ for config in plain.values())):
-            held.update({name: plain[id(value)] for name, value in held.items() if id(value) in plain})
-        for config, implementation in configs:
+        for holder in (attributes, *(vars(config) for config in plain.values())):
+            for name, value in holder.items():
+                if id(value) in plain:
+                    holder[name] = plain[id(value)]
+        for config, implementation in implementations:
             plain[id(config)]._attn_implementation = implementation
 
     with ExitStack() as stack:
@@ -163,18 +172,36 @@ def _attention_function(model: Any) -> Iterator[None]:
         try:
             yield
         finally:
-            for config, implementation in configs:  # a parent's setter reaches its children, which come after it
+            for config, implementation in implementations:  # a parent's setter reaches its children, which come later
                 config._attn_implementation = implementation
             QuantizedAttentionImpl._original_impl = original
 
 
+def _refuse_other_function(model: Any, original: str) -> None:
+    """Refuse a model whose attention function differs from that of another model in a block."""
+    used = model.config._attn_implementation
+    other_models = [other_model for other_model in _function_blocks.open if other_model is not model]
+    if other_models and original != used:
+        raise CalibrationError(
+            "q is observed or quantized in two models with different attention functions at the same time",
+            where=[type(other_model).__name__ for other_model in other_models],
+            got=f"{original} and {used}",
+            remedy="do one after the other, or load both with the same attn_implementation.",
+        )
+
+
 def _configs(model: Any) -> list[Any]:
     """The configs of a model and of the models in it, parents first."""
-    found: dict[int, Any] = {}
-    waiting = [getattr(module, "config", None) for module in model.modules()]
-    while waiting:
-        config = waiting.pop(0)
-        if hasattr(config, "_attn_implementation") and id(config) not in found:
-            found[id(config)] = config
-            waiting = [*(getattr(config, name, None) for name in getattr(config, "sub_configs", {})), *waiting]
-    return list(found.values())
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        _add_configs(configs, getattr(module, "config", None))
+    return list(configs.values())
+
+
+def _add_configs(configs: dict[int, Any], config: Any) -> None:
+    """Add a config and the configs in it, by their ids."""
+    if not hasattr(config, "_attn_implementation") or id(config) in configs:
+        return
+    configs[id(config)] = config
+    for name in getattr(config, "sub_configs", {}):
+        _add_configs(configs, getattr(config, name, None))

@@ -1,8 +1,8 @@
 """Which dimension of logits holds the classes.
 
 Token models end in a Linear and give ``(batch, tokens, classes)``; segmentation ends in a convolution and gives
-``(batch, classes, height, width)``, often enlarged afterwards. Shapes alone do not tell them apart, so the layer with a
-weight that ran last is asked how its output lies.
+``(batch, classes, height, width)``, often enlarged afterwards. Shapes alone do not tell them apart, so the kind of the
+layer with a weight that ran last decides: a Linear's channels are last, a convolution's come after the batch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from lightning_obs.model.offload import at_rest
 
 
 class LastLayer:
-    """Remembers, from :meth:`watch` on, which layer with a weight ran last, and the shape of its output."""
+    """Remembers, from :meth:`watch` on, the output of the layer with a weight that ran last: its shape and channels."""
 
     def __init__(self) -> None:
-        self._axis = 0  # the dimension of its output that holds the channels
-        self._shape: torch.Size | None = None  # of its output; None: none has run
+        #: the dimension of the output that holds the channels
+        self._axis = 0
+        #: the output's shape; None: no layer has run
+        self._shape: torch.Size | None = None
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
         """Register a hook on every layer that has a matrix as its weight; ``stack`` removes them."""
@@ -56,18 +58,20 @@ class LastLayer:
             return self._unknown(logits) if logits.ndim > 3 else last
         if self._shape == logits.shape:
             return self._axis
-        is_last = self._axis == len(self._shape) - 1
-        if is_last and self._shape[:-1] == logits.shape[:-1]:
-            return last  # a part of the classes, or a head without a layer of its own
+        channels_are_last = self._axis == len(self._shape) - 1
+        has_same_tokens = self._shape[:-1] == logits.shape[:-1]
+        if channels_are_last and has_same_tokens:
+            return last  # some of the classes, or a head without a layer of its own
         channels = self._shape[self._axis]
-        fitting = [axis for axis in range(1, logits.ndim) if logits.shape[axis] == channels]
-        return fitting[0] if len(fitting) == 1 else self._unknown(logits)
+        if logits.shape[1:].count(channels) == 1:
+            return 1 + logits.shape[1:].index(channels)
+        return self._unknown(logits)
 
     def _unknown(self, logits: torch.Tensor) -> int:
-        shape = None if self._shape is None else tuple(self._shape)
+        layer = "no layer" if self._shape is None else f"last layer's output {tuple(self._shape)}"
         raise CalibrationError(
             "which dimension of the logits holds the classes cannot be told",
-            got=f"logits of shape {tuple(logits.shape)}, " + (f"last layer's output {shape}" if shape else "no layer"),
+            got=f"logits of shape {tuple(logits.shape)}, {layer}",
             expected="(batch, classes), (batch, tokens, classes), or the layout of the last layer's output",
             remedy="wrap the model in a module whose `logits` are (batch, ..., classes), none of the other sizes the "
             "number of classes.",

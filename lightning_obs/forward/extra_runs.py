@@ -39,39 +39,43 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
     """Each buffer of a model: its module and name there, the tensor, and a copy of its values."""
-    found = []
+    copies = []
     with at_rest():
         for module in model.modules():
             if is_dispatched(module):
                 continue
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    found.append((module, name, buffer, buffer.detach().clone()))
-    return found
+                    copies.append((module, name, buffer, buffer.detach().clone()))
+    return copies
 
 
 @contextmanager
 def random_numbers_restored(model: nn.Module) -> Iterator[None]:
     """A block after which the generators of Python, NumPy, torch and the model's devices are as before."""
-    of_python, of_numpy, of_host = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    of_devices = {}
-    for device in _devices_of(model):
-        of_devices[device] = torch.get_device_module(device).get_rng_state(device)
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    host_state = torch.get_rng_state()
+    device_states = {}
+    for device in _accelerators_of(model):
+        device_states[device] = torch.get_device_module(device).get_rng_state(device)
     try:
         yield
     finally:
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_host)
-        for device, state in of_devices.items():
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        torch.set_rng_state(host_state)
+        for device, state in device_states.items():
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-def _devices_of(model: nn.Module) -> set[torch.device]:
-    """The accelerators on which a model computes."""
+def _accelerators_of(model: nn.Module) -> set[torch.device]:
+    """The accelerators on which a model computes, without "mps": torch's one generator for it takes no device."""
+    devices = set()
     with at_rest():
-        dispatched = execution_device(model)
-        devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    devices.add(torch.device("cpu") if dispatched is None else dispatched)
-    # torch's generator of "mps" is one for all of its devices; it takes no device.
+        for tensor in (*model.parameters(), *model.buffers()):
+            devices.add(tensor.device)
+        dispatched_to = execution_device(model)
+    if dispatched_to is not None:
+        devices.add(dispatched_to)
     return {device for device in devices if device.type not in ("cpu", "meta", "mps")}

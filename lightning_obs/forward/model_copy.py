@@ -4,9 +4,9 @@ A second forward of the model itself would be seen: it fills a cache a second ti
 and calls the user's hooks. So the model and the arguments of the call are copied together (a cache may be in both), and
 the copy is thrown away after the call.
 
-Hooks whose state belongs to the model (pruning, weight normalization, methods of its modules) compute with it, and are
-copied with it. Other hooks (functions, methods of other objects) watch the model: they would see a call that the user
-did not make, and are left out.
+Hooks whose state belongs to the model (pruning, weight normalization, methods of its modules) are a part of its
+arithmetic, and are copied with it. Other hooks (functions, methods of other objects) watch the model: they would see a
+call that the user did not make, and are left out.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class ModelCopy:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         shared = _shared(model)
         self._memo = dict(shared)
-        own_objects = _objects_of(model)
+        objects = _objects_of(model)
         with ExitStack() as stack, _DetachedCopies():
             for module in model.modules():
-                take_out = functools.partial(_take_out_watchers, own_objects)
+                take_out = functools.partial(_take_out_watchers, objects)
                 stack.callback(keep_out_of_copies(module, take_out, lambda: None))
             try:
-                self.model, self.args, self.kwargs = deepcopy((model, args, dict(kwargs)), self._memo)
+                copies = deepcopy((model, args, dict(kwargs)), self._memo)
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # of any class that refuses to be copied
                 raise _refused(_find_uncopyable(model, shared), f"{type(error).__name__}: {error}") from error
+        self.model, self.args, self.kwargs = copies
 
     def copy_of(self, module: nn.Module) -> nn.Module:
         """The copy of one of the model's modules."""
@@ -90,37 +91,47 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """What a copy has in place of objects of the model, by their ids: weights of the same memory, and data themselves.
+    """Objects that a copy of the model shares with it, by the ids of the model's objects.
 
-    A LightningModule may hold whole datasets, and tokenizers take long to copy; a forward only reads them.
+    They are parameters with the same memory, and datasets, loaders and tokenizers themselves: a LightningModule may
+    hold whole datasets, and tokenizers take long to copy; a forward only reads them.
     """
     shared: dict[int, Any] = {}
     for parameter in model.parameters():
         shared[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=False)
     for module in model.modules():
         for value in vars(module).values():
-            is_tokenizer = hasattr(value, "save_pretrained") and callable(value) and not isinstance(value, nn.Module)
-            if is_tokenizer or isinstance(value, (Dataset, DataLoader)):
+            if _is_tokenizer(value) or isinstance(value, (Dataset, DataLoader)):
                 shared[id(value)] = value
     return shared
 
 
+def _is_tokenizer(value: Any) -> bool:
+    """Whether an attribute has the methods of transformers' tokenizers and processors."""
+    return hasattr(value, "save_pretrained") and callable(value) and not isinstance(value, nn.Module)
+
+
 def _objects_of(model: nn.Module) -> set[int]:
     """The ids of a model's modules and of the objects in their attributes."""
-    found = set()
+    ids = set()
     for module in model.modules():
-        found.add(id(module))
-        found.update(map(id, vars(module).values()))
-    return found
+        ids.add(id(module))
+        ids.update(map(id, vars(module).values()))
+    return ids
 
 
-def _take_out_watchers(own_objects: set[int], attributes: dict[str, Any]) -> None:
-    """Take the hooks that are not the model's own out of a module's ``__dict__``."""
+def _take_out_watchers(objects: set[int], attributes: dict[str, Any]) -> None:
+    """Take hooks whose state does not belong to the model out of a copy of a module's ``__dict__``.
+
+    Args:
+        objects: :func:`_objects_of` the model.
+        attributes: the copy.
+    """
     for table in _HOOKS:
         for number, hook in list(attributes[table].items()):
             owner = _owner_of(hook)
-            of_torch = type(owner).__module__.startswith("torch.nn.utils.")
-            if owner is None or not (of_torch or id(owner) in own_objects):
+            is_of_torch = type(owner).__module__.startswith("torch.nn.utils.")
+            if owner is None or not (is_of_torch or id(owner) in objects):
                 del attributes[table][number]
 
 
@@ -135,13 +146,13 @@ def _owner_of(hook: Callable[..., Any]) -> Any:
 
 def _find_uncopyable(model: nn.Module, shared: Mapping[int, Any]) -> str:
     """The name of the first attribute of the model's modules that cannot be copied."""
+    modules = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if attribute == "_modules" or attribute in _HOOKS:
                 continue
-            memo = {**shared, **{id(each): each for each in model.modules()}}
             try:
-                deepcopy(value, memo)
+                deepcopy(value, {**shared, **modules})
             except Exception:
                 return f"{name}.{attribute}".lstrip(".")
     return "the arguments of the call"

@@ -14,8 +14,9 @@ from lightning_obs.model.offload import at_rest
 
 def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
     """A tensor of -1 and 1 in int8."""
-    signs = torch.empty(shape, dtype=torch.int8, device=device)
-    return signs.random_(0, 2, generator=torch.Generator(device).manual_seed(seed)).mul_(2).sub_(1)
+    generator = torch.Generator(device).manual_seed(seed)
+    bits = torch.empty(shape, dtype=torch.int8, device=device).random_(0, 2, generator=generator)
+    return bits.mul_(2).sub_(1)
 
 
 def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
@@ -26,27 +27,33 @@ def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     of the shape of one sample's.
     """
     p = logits.float().softmax(-1)
-    probe = p.sqrt().mul_(signs)
-    return probe.sub_(p * (p.sqrt() * signs).sum(-1, keepdim=True)).to(logits.dtype)
+    signed_roots = p.sqrt().mul_(signs)
+    mean = p * signed_roots.sum(-1, keepdim=True)
+    return signed_roots.sub_(mean).to(logits.dtype)
 
 
 def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     """The output of a module; ``see`` is called with its gradient when backward reaches it.
 
-    Of a call that the model makes without gradients (HRM: all cycles but the last), there is none.
+    A call that the model makes without gradients (HRM: all cycles but the last) has no gradient to see.
     """
     if not torch.is_grad_enabled():
         return output
-    found = output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
-    found.register_hook(see)
-    return found
+    zero = torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
+    tapped_output = output + zero
+    tapped_output.register_hook(see)
+    return tapped_output
 
 
 @contextmanager
 def parameters_without_gradients(model: nn.Module) -> Iterator[None]:
-    """Gradients inside the ``with`` block, but none of a parameter."""
+    """A block in which gradients are computed, but none for a parameter."""
+    trained: list[tuple[nn.Module, str]] = []
     with at_rest():
-        trained = [(m, n) for m in model.modules() for n, p in m.named_parameters("", False) if p.requires_grad]
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    trained.append((module, name))
         model.requires_grad_(False)
     try:
         with torch.inference_mode(False), torch.enable_grad():

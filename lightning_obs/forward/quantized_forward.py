@@ -27,11 +27,13 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.quantized_tensors import (
-    STATE,
+    FORWARD_STATE,
     Quantization,
     Switch,
+    WeightCache,
     Writer,
-    fake_quantize,
+    fake_quantize_for,
+    quantization_of,
     quantized_weight,
     weight_in_use,
 )
@@ -79,26 +81,31 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     if problem is not None:
         warn(f"quantized() gives other numbers than a checkpoint would: {problem}")
     with unobserved(model), ExitStack() as stack:
-        attention: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
+        states_by_owner: dict[nn.Module, dict[nn.Module, tuple[str, ...]]] = {}
         for _, module in list(calibrated_modules(model)):
-            if states := quantized_states(module):
-                attention.setdefault(find_owner(model, module), {})[module] = states
+            states = quantized_states(module)
+            if states:
+                owner = find_owner(model, module)
+                states_by_owner.setdefault(owner, {})[module] = states
             else:
                 stack.callback(quantize_forward(module))
-        for owner, modules in attention.items():
-            stack.enter_context(fake_quantized_states(owner, modules, Switch()))
+        for owner, states_by_module in states_by_owner.items():
+            stack.enter_context(fake_quantized_states(owner, states_by_module, Switch()))
         stack.enter_context(run_eagerly())
         yield model
 
 
 def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside :func:`quantized`, a block in which each weight is quantized once: a model that generates runs often.
+    """Inside :func:`quantized`, a block in which each weight is quantized once, at its first forward.
 
-    Takes the memory of the weights once more; nothing may change them meanwhile.
+    For a model that runs often, as one that generates does. It takes the memory of the weights once more; nothing may
+    change them meanwhile. Offloaded weights are quantized at each forward, as their memory is to be free in between.
     """
-    modules = [module for _, module in calibrated_modules(model) if not is_offloaded(module)]  # else they come to stay
-    states = [state for module in modules if (state := getattr(module, STATE, None)) is not None]
-    return patch_attrs(states, "kept", [[] for _ in states])
+    quantizations = []
+    for _, module in calibrated_modules(model):
+        if FORWARD_STATE in vars(module) and not is_offloaded(module):
+            quantizations.append(quantization_of(module))
+    return patch_attrs(quantizations, "weight_cache", [WeightCache() for _ in quantizations])
 
 
 @contextmanager
@@ -108,8 +115,7 @@ def unobserved(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
     with _claiming:
         for module in modules:
-            mark = mark_of(module)
-            if mark is not None and any(other_thread != thread for other_thread in mark.quantizing_threads):
+            if _threads_of(module) - {thread}:
                 raise CalibrationError(
                     f"another thread runs {type(model).__name__}, or a part of it, quantized",
                     remedy="enter quantized() once, around all threads that run the model.",
@@ -126,6 +132,12 @@ def unobserved(model: nn.Module) -> Iterator[None]:
                 mark.remove_if_empty()
 
 
+def _threads_of(module: nn.Module) -> set[int]:
+    """The threads in :func:`quantized` blocks of a module."""
+    mark = mark_of(module)
+    return set() if mark is None else set(mark.quantizing_threads)
+
+
 def is_inside_quantized(module: nn.Module) -> bool:
     """Whether the module is in a :func:`quantized` block now, so that its calls are not observed."""
     mark = mark_of(module)
@@ -138,16 +150,19 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
     A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
     """
     move_qparams(module)
+    attributes = _quantized_attributes(module, Switch(writer=writer))
     with ExitStack() as stack:
-        stack.callback(set_attributes(module, **_quantized_attributes(module, Switch(writer=writer))))
+        stack.callback(set_attributes(module, **attributes))
         stack.callback(_run_merged(module))
         return stack.pop_all().close
 
 
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
-    """As :func:`quantize_forward`, never undone: copies and pickles of the module run quantized too.
+    """Let a module of a loaded checkpoint run quantized from now on; its copies and pickles run quantized, too.
 
-    Its quantization parameters are buffers. Not trainable: a gradient for its weight is an error.
+    Args:
+        module: has quantization parameters, which become buffers.
+        trainable: False: a gradient for its weight is an error.
     """
     for name, value in read_qparams(module).items():
         delattr(module, name)
@@ -158,12 +173,16 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
     """Let a module train through fake quantization, as soon as it has qparams, and return a function that undoes it.
 
-    ``switch`` turns weights and activations on and off, at any time. An ``output`` that the scheme quantizes too is
-    quantized by a forward hook, so that an observer's hook can see it before.
+    Args:
+        module: planned, calibrated or not.
+        switch: turns weights and activations on and off, at any time.
+        output: the scheme quantizes the output. A forward hook does it, so that an observer's hook can see the output
+            before.
     """
     move_qparams(module)
+    attributes = _quantized_attributes(module, switch, output_by_hook=output)
     with ExitStack() as stack:
-        stack.callback(set_attributes(module, **_quantized_attributes(module, switch, output_by_hook=output)))
+        stack.callback(set_attributes(module, **attributes))
         stack.callback(_run_merged(module))
         if output:
             hook = module.register_forward_hook(lambda module, args, output: _quantize_output(module, output))
@@ -188,46 +207,56 @@ def fake_quantized_states(
 ) -> Iterator[None]:
     """Let attention modules of a transformers model read fake-quantized states, with gradients, inside the block.
 
-    ``states``: the ones of q, k, v to quantize, each once its range is known. For the switch they are activations.
+    Args:
+        model: of transformers.
+        states: which of q, k, v to quantize in each attention module; each is quantized once its range is known.
+        switch: states are activations for it.
     """
     with ExitStack() as stack:
         stack.enter_context(hooked_attention(model, states))
         for module, names in states.items():
             move_qparams(module)
-            mine = Quantization(switch)
-            stack.callback(set_attributes(module, **{STATE: mine}))
+            quantization = Quantization(switch)
+            stack.callback(set_attributes(module, **{FORWARD_STATE: quantization}))
             for name in names:
-                stack.callback(register_state_change(module, name, partial(_fake_quantize_state, module, name, mine)))
+                change = partial(_fake_quantize_state, module, name, quantization)
+                stack.callback(register_state_change(module, name, change))
         yield
 
 
 def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None:
     """Use :func:`learned_scale` of these arguments in place of the module's scale, until the training forward ends."""
-    getattr(module, STATE).learned[base_name] = partial(learned_scale, *of_scale)
+    quantization: Quantization = getattr(module, FORWARD_STATE)
+    quantization.learned_scales[base_name] = partial(learned_scale, *of_scale)
 
 
 def _quantized_attributes(
     module: nn.Module, switch: Switch, trainable: bool = True, output_by_hook: bool = False
 ) -> dict[str, Any]:
-    """The attributes with which an instance runs quantized."""
-    outer = getattr(module, STATE, None)  # of a block around this one: quantizing twice is not the same
-    # accelerate's hook stands around the forward, and has the weight there only while that runs.
-    place = "_old_forward" if "_hf_hook" in vars(module) else "forward"
+    """The attributes with which an instance runs quantized: the state and a forward that reads it."""
+    # accelerate's hook is around the forward, and has the weight there only while that runs.
+    attribute = "_old_forward" if "_hf_hook" in vars(module) else "forward"
+    outer: Quantization | None = vars(module).get(FORWARD_STATE)
     if outer is None:
-        before = vars(module).get(place)
-        if getattr(before, "__code__", before) in set_forward_quantized.__code__.co_consts:
-            before = None  # compressed-tensors' quantized forward stands for the class's
-        if getattr(before, "__func__", None) is type(module).forward:
-            before = None
-    else:
-        before, trainable = outer.before, trainable and outer.trainable
+        original_forward = _original_forward(module, vars(module).get(attribute))
+    else:  # in a block around this one the module runs quantized already: quantizing twice is not the same
+        original_forward = outer.original_forward
+        trainable = trainable and outer.trainable
         output_by_hook = output_by_hook or outer.output_by_hook
-    quantization = Quantization(switch, before, output_by_hook, trainable)
-    plain_linear = before is None and type(module).forward is nn.Linear.forward
-    function: Callable[..., Any] = _linear_forward if plain_linear else _forward
+    is_plain_linear = original_forward is None and type(module).forward is nn.Linear.forward
+    function: Callable[..., Any] = _linear_forward if is_plain_linear else _forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
-    return {STATE: quantization, place: forward}
+    return {FORWARD_STATE: Quantization(switch, original_forward, output_by_hook, trainable), attribute: forward}
+
+
+def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    """The instance's forward if it differs from its class's, apart from compressed-tensors' quantization; else None."""
+    if forward is None or getattr(forward, "__func__", None) is type(module).forward:
+        return None
+    if getattr(forward, "__code__", forward) in set_forward_quantized.__code__.co_consts:
+        return None  # compressed-tensors' quantized forward runs the class's
+    return forward
 
 
 # ---------------------------------------------------------------------- the forward
@@ -236,32 +265,44 @@ def _quantized_attributes(
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
     weight = weight_in_use(self)
     assert weight is not None
-    weight = fake_quantize(self, weight, "weight")
-    output = F.linear(fake_quantize(self, input, "input"), weight, self.bias)
-    return output if getattr(self, STATE).output_by_hook else fake_quantize(self, output, "output")
+    weight = fake_quantize_for(self, weight, "weight")
+    output = F.linear(fake_quantize_for(self, input, "input"), weight, self.bias)
+    if quantization_of(self).output_by_hook:
+        return output
+    return fake_quantize_for(self, output, "output")
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    quantization = getattr(self, STATE)
-    args, kwargs = replace_input(args, kwargs, lambda value: fake_quantize(self, value, "input"))
+    def quantize_input(value: torch.Tensor) -> torch.Tensor:
+        return fake_quantize_for(self, value, "input")
+
+    args, kwargs = replace_input(args, kwargs, quantize_input)
     weight = quantized_weight(self)
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
-    own, masked = vars(self), vars(self).get("weight")
+    attributes = vars(self)
+    masked_weight = attributes.get("weight")
     if weight is not None:
-        own["weight"] = weight
+        attributes["weight"] = weight
+    quantization = quantization_of(self)
     try:
-        before = quantization.before
-        output = type(self).forward(self, *args, **kwargs) if before is None else before(*args, **kwargs)
+        if quantization.original_forward is None:
+            output = type(self).forward(self, *args, **kwargs)
+        else:
+            output = quantization.original_forward(*args, **kwargs)
     finally:
-        own.pop("weight", None)
-        if masked is not None:
-            own["weight"] = masked
+        attributes.pop("weight", None)
+        if masked_weight is not None:
+            attributes["weight"] = masked_weight
     return output if quantization.output_by_hook else _quantize_output(self, output)
 
 
 def _quantize_output(module: nn.Module, output: Any) -> Any:
-    return fake_quantize(module, output, "output") if isinstance(output, torch.Tensor) else output
+    """Quantize an output that is a tensor; any other is returned as it is."""
+    return fake_quantize_for(module, output, "output") if isinstance(output, torch.Tensor) else output
 
 
-def _fake_quantize_state(module: nn.Module, name: str, mine: Quantization, state: torch.Tensor) -> torch.Tensor:
-    return fake_quantize(module, state, name) if getattr(module, STATE, None) is mine else state  # the innermost block
+def _fake_quantize_state(module: nn.Module, name: str, quantization: Quantization, state: torch.Tensor) -> torch.Tensor:
+    """Quantize an attention state, if ``quantization`` is the innermost block's; an outer block changes nothing."""
+    if quantization_of(module) is not quantization:
+        return state
+    return fake_quantize_for(module, state, name)

@@ -18,15 +18,16 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
 from lightning_obs.model.weight import full_weight
-from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_dynamic, straight_through
-from lightning_obs.numerics.fake_quantize import fake_quantize as fake_quantize_with
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.qparams import ATTENTION
 
 #: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
-#: the attribute of a module that holds its :class:`Quantization`
-STATE = "quantized_forward"
+#: The attribute of a module that holds its :class:`Quantization`. It is set and taken away together with ``forward``,
+#: and like that it stays for good on the modules of a loaded checkpoint, whose copies run quantized, too. So it is no
+#: part of the module's mark (:mod:`lightning_obs.model.mark`), which is never copied.
+FORWARD_STATE = "quantized_forward"
 #: status of modules whose weight is on the format's grid already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
@@ -37,29 +38,46 @@ class Switch:
 
     weights: bool = True
     activations: bool = True
-    writer: Writer | None = None  # quantizes and dequantizes in numerics' place
+    #: quantizes and dequantizes instead of the functions of numerics; None: those functions
+    writer: Writer | None = None
+
+
+@dataclass
+class WeightCache:
+    """A quantized weight, from the first forward that computes it."""
+
+    weight: torch.Tensor | None = None
 
 
 @dataclass
 class Quantization:
-    """How a module runs quantized; a plain attribute of it."""
+    """How a module runs quantized."""
 
     switch: Switch = field(default_factory=Switch)
-    before: Callable[..., Any] | None = None  # the instance's own earlier forward (a wrapper of somebody else's)
-    output_by_hook: bool = False  # a forward hook quantizes the output
-    trainable: bool = True  # off: the weight is a checkpoint's, rounded already, and a step would leave its grid
-    #: base name -> the scale now, with a gradient; empty unless scales are learned
-    learned: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    kept: list[torch.Tensor] | None = None  # the quantized weight, once it is known; None: quantized at each forward
+    #: the forward that the instance had itself (a wrapper of somebody else's); None: the one of its class
+    original_forward: Callable[..., Any] | None = None
+    #: a forward hook quantizes the output
+    output_by_hook: bool = False
+    #: False: the weight is a checkpoint's, rounded already, and a step would leave its grid
+    trainable: bool = True
+    #: base name -> a function that gives the scale now, with a gradient; empty unless scales are learned
+    learned_scales: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    #: where the quantized weight is kept; None: the weight is quantized at each forward
+    weight_cache: WeightCache | None = None
 
 
-DEFAULT = Quantization()
+_DEFAULT = Quantization()
+
+
+def quantization_of(module: nn.Module) -> Quantization:
+    """How a module runs quantized; the default for a module whose ``forward`` is not replaced."""
+    return getattr(module, FORWARD_STATE, _DEFAULT)
 
 
 def weight_in_use(module: nn.Module) -> torch.Tensor | None:
-    """The whole weight; one that is on a checkpoint's grid refuses a gradient."""
+    """The whole weight, adapters merged; one that is on a checkpoint's grid refuses a gradient."""
     weight = full_weight(module)
-    if weight is None or getattr(module, STATE, DEFAULT).trainable:
+    if weight is None or quantization_of(module).trainable:
         return weight
     weight = weight.view_as(weight)  # a hook on the parameter itself would not pickle
     if weight.requires_grad:
@@ -79,52 +97,74 @@ def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     weight = weight_in_use(module)
     if weight is None:
         return None
-    if getattr(module, STATE, DEFAULT).switch.writer is not None:
-        return fake_quantize(module, weight, "weight")
+    if quantization_of(module).switch.writer is not None:
+        return fake_quantize_for(module, weight, "weight")
     matrix = to_matrix(module, weight)
     if matrix is None:
         return weight
-    quantized = fake_quantize(module, matrix, "weight")
-    return weight if quantized is matrix else from_matrix(module, quantized, weight.shape).contiguous()
+    quantized = fake_quantize_for(module, matrix, "weight")
+    if quantized is matrix:
+        return weight
+    return from_matrix(module, quantized, weight.shape).contiguous()
 
 
-def fake_quantize(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
-    """Quantize and dequantize one tensor with the module's parameters, to compressed-tensors' bits, with gradients.
+def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:
+    """Quantize and dequantize a tensor as its module asks, to compressed-tensors' bits, with gradients.
 
-    ``value`` is a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``. It is returned
-    itself where nothing of it is quantized now: the scheme has nothing for it, its range is not known yet, it is
-    switched off, or it is a weight that is on the grid already.
+    Every quantized forward calls this for the input, the weight, the output or an attention state.
+
+    Args:
+        module: has the scheme and its parameters, and perhaps a :class:`Quantization`.
+        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
+        base_name: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
+
+    Returns:
+        A tensor like ``value``; ``value`` itself where it is not quantized now: the scheme does not quantize it, its
+        range is not known yet, it is switched off, or it is a weight that is on the grid already.
     """
-    quantization = getattr(module, STATE, DEFAULT)
-    kept = quantization.kept if base_name == "weight" else None
-    if kept:
-        return kept[0]
+    quantization = quantization_of(module)
+    cache = quantization.weight_cache if base_name == "weight" else None
+    if cache is not None and cache.weight is not None:
+        return cache.weight
     args = args_of(module, base_name)
-    if args is None or not _is_on(module, quantization.switch, base_name) or not has_range(module, base_name, args):
+    if args is None or not _is_on(module, quantization.switch, base_name):
+        return value
+    if not has_range(module, base_name, args):
         return value
     if quantization.switch.writer is not None:
         return quantization.switch.writer(value, base_name)
-    if args.dynamic is not True and getattr(module, _name_of_range(base_name, args)).device != value.device:
-        move_qparams(module)  # Lightning has moved the model, which leaves plain attributes where they were
+    _follow_device(module, value, base_name, args)
     global_scale = getattr(module, f"{base_name}_global_scale", None)
     if args.dynamic:
         return fake_quantize_dynamic(value, args, global_scale=global_scale)
-    learned = quantization.learned.get(base_name)
-    scale = getattr(module, f"{base_name}_scale") if learned is None else learned()
+    compute_scale = quantization.learned_scales.get(base_name)
+    scale = getattr(module, f"{base_name}_scale") if compute_scale is None else compute_scale()
     zero_point = getattr(module, f"{base_name}_zero_point", None)
-    rounded = getattr(module, ROUNDED, None) if base_name == "weight" else None
-    if rounded is not None:
-        found = dequantize(rounded, scale, zero_point, args, global_scale=global_scale)
-        return straight_through(value, found) if learned is None else found.to(value.dtype)
+    codes = getattr(module, ROUNDED, None) if base_name == "weight" else None
+    if codes is not None:
+        rounded = dequantize(codes, scale, zero_point, args, global_scale=global_scale)
+        return straight_through(value, rounded) if compute_scale is None else rounded.to(value.dtype)
     tokens = 1 if base_name == "weight" else count_tokens(module, value)
-    found = fake_quantize_with(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
-    if kept is not None:
-        kept.append(found)
-    return found
+    quantized = fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+    if cache is not None:
+        cache.weight = quantized
+    return quantized
+
+
+def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:
+    """Move the module's parameters if they are not where ``value`` is.
+
+    Lightning has then moved the model, which leaves plain attributes where they were.
+    """
+    if args.dynamic is True:
+        return
+    if getattr(module, _name_of_range(base_name, args)).device != value.device:
+        move_qparams(module)
 
 
 def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
-    # While states are hooked, compressed-tensors' own switch is off for attention.
+    """Whether the switch, and compressed-tensors' own switch of the module, let one of its tensors be quantized."""
+    # While states are hooked, compressed-tensors' switch of attention is off, so that it does not quantize them itself.
     if base_name not in ATTENTION and not getattr(module, "quantization_enabled", True):
         return False
     if base_name != "weight":
@@ -139,4 +179,5 @@ def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool
 
 
 def _name_of_range(base_name: str, args: QuantizationArgs) -> str:
-    return f"{base_name}_{'global_scale' if args.dynamic else 'scale'}"
+    """The parameter that a calibration writes: the global scale where scales are dynamic, else the scale."""
+    return f"{base_name}_global_scale" if args.dynamic else f"{base_name}_scale"

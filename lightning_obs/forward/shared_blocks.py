@@ -1,53 +1,72 @@
-"""Blocks that several callers share: the first caller enters one, the last to leave exits it, in any order.
+"""Reference-counted context managers, one per object: entered by the first user, exited by the last.
 
-torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. Of two
-blocks around either that do not end in reverse order (a session that is detached inside ``quantized``), the last to end
-would restore what the other had set. So there is one block for all.
+torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. If two
+blocks around one of these did not end in reverse order (a session that is detached inside ``quantized``), the second to
+end would restore the state that the first had set. So all users share one block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from threading import RLock
 from types import ModuleType
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+#: an object that users share a block around; torch itself is one
+_Shared: TypeAlias = nn.Module | ModuleType
+
+
+@dataclass
+class _Block:
+    """An entered context manager, which ``stack`` exits, and how many users are in it."""
+
+    stack: ExitStack = field(default_factory=ExitStack)
+    users: int = 0
+
 
 class SharedBlocks:
-    """Blocks of one kind, one for each thing that it is around. They may be shared by threads."""
+    """Blocks of one kind, one per object. Threads may share them."""
 
     def __init__(self) -> None:
-        #: the object that a block is around -> (number of callers inside, the stack that the last of them closes)
-        self.open: WeakKeyDictionary[nn.Module | ModuleType, tuple[int, ExitStack]] = WeakKeyDictionary()
-        self._counting = RLock()  # the garbage collector may leave one while another is entered
+        #: objects that a block is open around
+        self.open: WeakKeyDictionary[_Shared, _Block] = WeakKeyDictionary()
+        self._counting = RLock()  # reentrant: the garbage collector may exit a block while another is entered
 
     @contextmanager
-    def around(self, thing: nn.Module | ModuleType, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Be in the block around a thing; the first one in makes it."""
+    def around(self, shared: _Shared, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """Use the block around an object.
+
+        Args:
+            shared: the object.
+            make: makes the block; it is called if nobody else uses one around this object now.
+        """
         with self._counting:
-            count, stack = self.open.get(thing) or (0, ExitStack())
-            if not count:
-                stack.enter_context(make())
-            self.open[thing] = count + 1, stack
+            block = self.open.get(shared)
+            if block is None:
+                block = _Block()
+                block.stack.enter_context(make())
+                self.open[shared] = block
+            block.users += 1
         try:
             yield
         finally:
             with self._counting:
-                count, stack = self.open.pop(thing)
-                if count > 1:
-                    self.open[thing] = count - 1, stack
-                else:
-                    stack.close()
+                block.users -= 1
+                if block.users == 0:
+                    del self.open[shared]
+                    block.stack.close()
 
 
-#: of torch, in which no compiled graph runs
+#: blocks around torch in which no compiled graph runs
 eager_blocks = SharedBlocks()
 
 
 def run_eagerly() -> AbstractContextManager[None]:
-    """A block in which no graph runs that was compiled before: it would not see hooks and forwards put on since."""
+    """A block in which no compiled graph runs: one compiled before would not see hooks and forwards put on since."""
     return eager_blocks.around(torch, lambda: torch.compiler.set_stance("force_eager"))

@@ -1,4 +1,6 @@
-"""A module of the user's: its weight and where it rests, qparams on it, wrappers and adapters around it, checksums.
+"""One module of the user's model: its weight and how to reach it, its kind, its qparams, its checksums.
 
-It may import ``ranks`` and all below. Start reading in ``module_qparams.py``.
+``weight.py`` is the way to a weight, over ``fsdp1.py``, ``offload.py`` and ``wrappers.py``; ``mark.py`` is the record
+that this package keeps on a module, ``additions.py`` puts hooks and attributes on it for a while. The folder may import
+``ranks`` and all below. Start reading in ``module_qparams.py``, then ``weight.py``.
 """

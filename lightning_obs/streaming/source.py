@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_obs.checkpoint.entries import StoredTensors
 from lightning_obs.checkpoint.load import CONFIG_FILE
-from lightning_obs.checkpoint.stored_tensors import StoredTensors
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import TensorReader

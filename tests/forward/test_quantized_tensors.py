@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus, forward_quantize
 from torch import nn
 
-from lightning_obs.forward.quantized_tensors import fake_quantize
+from lightning_obs.forward.quantized_tensors import fake_quantize_for
 from tests.numerics.fake_quantize_cases import (
     DTYPES,
     DYNAMIC,
@@ -46,7 +46,7 @@ def holder(base_name: str, value: torch.Tensor, args: QuantizationArgs) -> nn.Mo
 def test_the_forward_of_an_activation_is_compressed_tensors_bit_for_bit(args, base_name, dtype):
     value = torch.randn(2, 3, 256, dtype=dtype, requires_grad=True)
     module = holder(base_name, value, args)
-    found = fake_quantize(module, value, base_name)
+    found = fake_quantize_for(module, value, base_name)
     assert same_bits(found, forward_quantize(module, value, base_name, args))
     assert found.requires_grad
 
@@ -57,7 +57,7 @@ def test_the_forward_of_an_activation_is_compressed_tensors_bit_for_bit(args, ba
 def test_the_forward_of_an_attention_state_is_compressed_tensors_bit_for_bit(args, base_name, dtype):
     state = torch.randn(2, 3, 5, 16, dtype=dtype, requires_grad=True)
     module = holder(base_name, state, args)
-    found = fake_quantize(module, state, base_name)
+    found = fake_quantize_for(module, state, base_name)
     assert same_bits(found, forward_quantize(module, state, base_name, args))
     assert found.requires_grad
 
@@ -74,7 +74,7 @@ def test_the_step_gradient_counts_the_features_of_one_observation(base_name, arg
     value = torch.randn(shape)
     module = holder(base_name, value, args)
     scale = getattr(module, f"{base_name}_scale").requires_grad_()
-    fake_quantize(module, value, base_name).sum().backward()
+    fake_quantize_for(module, value, base_name).sum().backward()
     s, z = scale.detach().double(), 0
     v = value.double() / s
     slope = torch.where((v >= -128.5) & (v <= 127.5), v.round().clamp(-128, 127) - v, v.clamp(-128, 127) - z)
@@ -105,7 +105,7 @@ def test_activations_of_any_length_compile_without_a_graph_break(args, base_name
         module.input_scale.requires_grad_()
 
     def run(value):
-        return fake_quantize(module, value, base_name)
+        return fake_quantize_for(module, value, base_name)
 
     torch._dynamo.reset()
     fast = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -125,7 +125,7 @@ def test_an_operation_in_place_may_follow(args):
     grads = []
     for activation in (F.relu, F.relu_):
         leaf = value.clone().requires_grad_()
-        activation(fake_quantize(module, leaf, "output")).square().sum().backward()
+        activation(fake_quantize_for(module, leaf, "output")).square().sum().backward()
         grads.append(leaf.grad)
     assert torch.equal(*grads)
     assert (grads[0] != 0).any()
