@@ -342,7 +342,7 @@ def _options(subject: Encoder | Language, written: str) -> dict[str, Any]:
         "ignore": subject.ignore,
         "observers": {"weight": _observer(written.removesuffix(_ROUNDING))},
         "rounding": "gptq" if written.endswith(_ROUNDING) else None,
-        "reload": "unchecked",
+        "engines": "unchecked",
     }
 
 

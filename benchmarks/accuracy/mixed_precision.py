@@ -69,7 +69,7 @@ class Bench:
     ignore = ("lm_head",)
     unit = 1.0  # of estimates in the table
     # vLLM loads packed weights with zero points beside others, transformers does not.
-    reload = "vllm"
+    engines = "vllm"
 
     def __init__(self, model: str | None, dtype: str, batches: int, measured: int, eval_batches: int) -> None:
         self.model, tokenizer = load_pretrained(model, dtype=dtype)
@@ -80,14 +80,14 @@ class Bench:
 
     def sensitivity(self, schemes: dict[str, Any], calibration: list[Any] | None = None) -> Sensitivity:
         calibration = self.calibration if calibration is None else calibration
-        options = {"ignore": self.ignore, "reload": self.reload}
+        options = {"ignore": self.ignore, "engines": self.engines}
         return sensitivity(self.model, self.measured, schemes, calibration=calibration, **options)
 
     @contextmanager
     def calibrated(self, scheme: Any, **options: Any) -> Iterator[nn.Module]:
         before = calibration_of(self.model)  # a module that this plan leaves out would keep an earlier plan's scales
         try:
-            with CalibrationSession(self.model, scheme, reload=self.reload, **options) as session, torch.no_grad():
+            with CalibrationSession(self.model, scheme, engines=self.engines, **options) as session, torch.no_grad():
                 for batch in self.calibration if session.needs_data else ():
                     self.model(**batch)
             yield self.model
@@ -152,7 +152,7 @@ class EncoderBench(Bench):
 
     measures: ClassVar[dict[str, int]] = {"1 - cosine": 4}
     ignore = ("re:.*pooler.*",)
-    reload = "unchecked"
+    engines = "unchecked"
 
     def __init__(self, model: str, dtype: str, batches: int, measured: int, eval_batches: int) -> None:
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -69,7 +69,8 @@ def main() -> int:
                 row, is_right = try_scheme(folder, SCHEMES[name], getattr(torch, dtype), Path(scratch))
                 failed |= not is_right
                 print(
-                    f"| `{name}` | {row['what']} | {dtype} | {row['format']} | {row['size']} | {row['default']} | ",
+                    f"| `{name}` | {row['what']} | {dtype} | {row['format']} | {row['size']} | "
+                    f"{row['transformers']} | ",
                     end="",
                 )
                 print(f"{row['dequantize']} |", flush=True)
@@ -79,14 +80,14 @@ def main() -> int:
 def try_scheme(folder: Path, options: dict[str, Any], dtype: torch.dtype, scratch: Path) -> tuple[dict[str, str], bool]:
     """One line of the table, and whether the default load gives the same logits or was refused."""
     found, is_right = {"format": "", "size": "", "what": ""}, True
-    for reload in ("default", "dequantize"):
+    for engine in ("transformers", "dequantize"):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         before = sum(p.numel() * p.element_size() for p in model.parameters())
         try:
             ignore = [] if options["scheme"] is None or isinstance(options["scheme"], dict) else ["lm_head"]
-            session = CalibrationSession(model, ignore=ignore, reload=reload, **options)
+            session = CalibrationSession(model, ignore=ignore, engines=engine, **options)
         except CalibrationError:
-            found[reload] = "refused"
+            found[engine] = "refused"
             continue
         found["what"] = label(session.options.config, session.options.config)
         with session, torch.no_grad():
@@ -97,16 +98,16 @@ def try_scheme(folder: Path, options: dict[str, Any], dtype: torch.dtype, scratc
         found["size"] = f"{100 * folder_size(out) / before:.0f} %"
         with torch.no_grad(), quantized(model):
             expected = model(batches()[0]).logits
-        extra = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+        extra = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if engine == "dequantize" else {}
         try:
             loaded = AutoModelForCausalLM.from_pretrained(out, **extra).eval()
             with torch.no_grad():
                 difference = (loaded(batches()[0]).logits.double() - expected.double()).abs().max().item()
-            found[reload] = f"{difference:.2g}" if difference else "0.0"
-            is_right &= reload != "default" or difference == 0.0
+            found[engine] = f"{difference:.2g}" if difference else "0.0"
+            is_right &= engine != "transformers" or difference == 0.0
         except Exception as error:  # the table says so
-            found[reload] = f"fails ({type(error).__name__})"
-            is_right &= reload != "default"
+            found[engine] = f"fails ({type(error).__name__})"
+            is_right &= engine != "transformers"
     return found, is_right
 
 

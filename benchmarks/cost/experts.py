@@ -41,7 +41,7 @@ def main() -> None:
         started = time.perf_counter()
         with torch.inference_mode():
             if options:
-                with CalibrationSession(model, "INT8_STATIC", ignore=["lm_head"], reload="unchecked", **options):
+                with CalibrationSession(model, "INT8_STATIC", ignore=["lm_head"], engines="unchecked", **options):
                     all_batches()
             else:
                 all_batches()

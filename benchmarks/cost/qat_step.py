@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def quantize(model: nn.Module, scheme: object, tokens: torch.Tensor, learn: bool) -> nn.Module:
-    with CalibrationSession(model, scheme, ignore=["lm_head"], reload="unchecked") as session:
+    with CalibrationSession(model, scheme, ignore=["lm_head"], engines="unchecked") as session:
         if session.needs_data:
             model(tokens)
     for target in session.plan.targets:

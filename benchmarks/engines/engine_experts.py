@@ -65,7 +65,7 @@ def measure(name: str, scheme: str, scratch: Path) -> tuple[str, str, bool]:
     linearize_experts(model)
     blocks = [torch.randint(3, model.config.vocab_size, (1, 128)) for _ in range(4)]
     only = {"targets": ["re:.*self_attn.*_proj"]} if scheme == ATTENTION else {"ignore": ["lm_head", "re:.*gate$"]}
-    args = {"scheme": scheme.partition(",")[0], "reload": "unchecked", **only}
+    args = {"scheme": scheme.partition(",")[0], "engines": "unchecked", **only}
     with CalibrationSession(model, **args) as session, torch.no_grad():
         verdict = session.engines["vLLM"]
         for block in blocks if session.needs_data else ():

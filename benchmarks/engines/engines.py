@@ -165,7 +165,7 @@ def exported(name: str, source: Any, text: TextData, folder: Path) -> Verdict:
     if not ROWS[name]:
         model.save_pretrained(folder)
         return Verdict(True)
-    with CalibrationSession(model, reload="unchecked", **without_head(name)) as session, torch.no_grad():
+    with CalibrationSession(model, engines="unchecked", **without_head(name)) as session, torch.no_grad():
         for batch in text.val_dataloader() if session.needs_data else ():
             model(**batch, use_cache=False)
     export_checkpoint(model, folder)

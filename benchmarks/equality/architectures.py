@@ -3,8 +3,8 @@
     python benchmarks/equality/architectures.py  # all that a tiny config makes; ten minutes of one core
     python benchmarks/equality/architectures.py --task CausalLM --only llama qwen3_moe --scheme int4
 
-Each model is random, of two layers. It is calibrated, exported and loaded by ``from_pretrained``, with the default
-``reload``. ``equal``: no logit differs from those of ``quantized()``. ``refused``: a CalibrationError before data, or
+Each model is random, of two layers. It is calibrated for transformers, exported and loaded by ``from_pretrained``.
+``equal``: no logit differs from those of ``quantized()``. ``refused``: a CalibrationError before data, or
 after them where no data reached a module. Anything else is a fault, and makes the exit code 1; a convolution may round
 differently in a tensor that lies elsewhere in memory, so differences below 1e-6 of the largest logit count as equal.
 """

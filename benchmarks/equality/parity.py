@@ -153,7 +153,7 @@ def calibrate_both(
     model, _ = load_pretrained(folder, dtype=dtype, attn_implementation="eager")
     own = name if name in preset_names() else scheme  # what users write, where there is a name
     with (
-        CalibrationSession(model, own, ignore=IGNORE, kv_cache=kv_cache, reload="unchecked") as session,
+        CalibrationSession(model, own, ignore=IGNORE, kv_cache=kv_cache, engines="unchecked") as session,
         torch.no_grad(),
     ):
         for batch in batches if session.needs_data else ():

@@ -56,7 +56,7 @@ def main() -> int:
         losses = []
         for ours in (False, True):
             model = copy.deepcopy(plain)
-            with CalibrationSession(model, scheme, ignore=["lm_head"], reload="unchecked") as session:
+            with CalibrationSession(model, scheme, ignore=["lm_head"], engines="unchecked") as session:
                 if session.needs_data:
                     model(tokens)
             if ours:

@@ -86,9 +86,14 @@ def _export(job: Job, folder: Path) -> None:
 
 def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
     """Whether this package or transformers loads the checkpoint, perhaps by dequantizing it."""
-    if job.config.export.reload == "dequantize" or "transformers" not in engines:
+    if _dequantizes(job) or "transformers" not in engines:
         return True
     return engines["transformers"].loads
+
+
+def _dequantizes(job: Job) -> bool:
+    """Whether the checkpoint is written to be loaded with ``CompressedTensorsConfig(dequantize=True)``."""
+    return list(job.callback.options.engines[:1]) == ["dequantize"]
 
 
 def _verify(job: Job, folder: Path) -> list[str]:
@@ -107,7 +112,7 @@ def _verify(job: Job, folder: Path) -> list[str]:
         difference, lines = _load_in_a_new_process(job, folder, {**inputs, "output": expected})
     else:
         difference, lines = _load_into_a_new_model(job, folder, expected)
-    is_dequantized = is_transformers and job.config.export.reload == "dequantize"
+    is_dequantized = is_transformers and _dequantizes(job)
     if difference != 0.0 and not is_dequantized:
         raise CalibrationError(
             "the checkpoint was written, but loaded again the model gives other outputs",
@@ -154,7 +159,7 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
             tensors[name] = value.cpu().contiguous()
     save_file(tensors, file)
     command = [sys.executable, reload_check.__file__, str(folder), str(file)]
-    if options.reload == "dequantize":
+    if _dequantizes(job):
         command.append("--dequantize")
     if job.config.model.get("trust_remote_code"):
         command.append("--trust-remote-code")

@@ -49,7 +49,6 @@ def make_options(config: DictConfig) -> CalibrationOptions:
         ignore=[*as_names(plain(config.ignore)), *names_ignored_by_report(config.ignore_from)],
         observers={"input": plain(config.observer), "weight": plain(config.weight_observer)},
         kv_cache=plain(config.kv_cache) or None,
-        reload=config.export.reload,
         engines=plain(config.export.engines),
         on_missing=config.on_missing,
         calibrate_all_experts=config.calibrate_all_experts,

@@ -8,7 +8,7 @@ import re
 _REPLACEMENTS = (
     (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
     (r"device_map='auto'", "model.device_map=auto"),
-    (r"reload=[\"'](\S+?)[\"']", r"export.reload=\1"),
+    (r"engines=[\"'](\S+?)[\"']", r"export.engines=\1"),
     (r"overwrite=True(.*?) \(a callback's export_overwrite=True\)", r"export.overwrite=true\1"),
     (r"kv_cache=[\"']FP8[\"']", "kv_cache=fp8"),
     (r"scheme=[\"'](\w+)[\"']", lambda match: f"scheme={match[1].lower()}"),
@@ -24,8 +24,8 @@ _REPLACEMENTS = (
 def in_words(text: str) -> str:
     """The text of an error, with Python's options replaced by keys of the command line.
 
-    >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set reload='unchecked'.")
-    'load the model in bfloat16 (model.dtype=bfloat16), or set export.reload=unchecked.'
+    >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set engines='unchecked'.")
+    'load the model in bfloat16 (model.dtype=bfloat16), or set export.engines=unchecked.'
     >>> in_words("set overwrite=True, which replaces a checkpoint (a callback's export_overwrite=True).")
     'set export.overwrite=true, which replaces a checkpoint.'
     """

@@ -17,7 +17,7 @@ from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.engines import Verdict
-from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines, engine_of
+from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.module_qparams import qparams_home
@@ -100,7 +100,7 @@ class Observation:
         with without_wrappers(model), at_rest():
             plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
             checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
-            engines = ask_engines(checkpoint, options.engine, [engine_of(name) for name in options.engines])
+            engines = ask_engines(checkpoint, options.engine, options.further_engines)
             experts = ExpertWatch(model, options.calibrate_all_experts)
             layers = _layers_of_experts(model, experts, plan)
         observers = _make_observers(plan)

@@ -33,7 +33,6 @@ class OptionKeywords(TypedDict, total=False):
     observers: ObserversLike | Literal["auto"]
     kv_cache: KVCacheLike
     on_missing: OnMissing
-    reload: str
     engines: str | Sequence[str]
     calibrate_all_experts: bool
     fused_sets: Sequence[Sequence[str]]
@@ -63,12 +62,12 @@ class CalibrationOptions:
             ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
             range of all other experts of the layer (and is an error for other modules). In the validation of a
             ``trainer.fit``, which an error would end, ``"error"`` is ``"warn"``.
-        reload: the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``
-            (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an
-            engine of your own, or ``"unchecked"``. A checkpoint that the engine would refuse is an error now. A
-            warning says where an engine computes a scheme differently.
-        engines: further engines that have to take the checkpoint, by their names in ``reload``: ``["vllm", "sglang"]``.
-            A refusal by one of them is an error; the functions that choose schemes leave such candidates out.
+        engines: the engines that will load the checkpoint: ``"transformers"`` (``from_pretrained``, the default),
+            ``"dequantize"`` (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``,
+            the name of an engine of your own, or ``"unchecked"``; or a list of them, ``["vllm", "sglang"]``. The
+            checkpoint is written for the first one, and a warning says where that one computes a scheme differently.
+            A checkpoint that any of them would refuse is an error now; the functions that choose schemes leave such
+            candidates out.
         calibrate_all_experts: let every expert observe all tokens, not only its own. Outputs do not change. Off: an
             expert's range is that of the tokens that the router sends it.
         fused_sets: names of modules, under one parent, that your engine fuses, in addition to
@@ -107,7 +106,6 @@ class CalibrationOptions:
     observers: ObserversLike | Literal["auto"] = None
     kv_cache: KVCacheLike = None
     on_missing: OnMissing = "error"
-    reload: str = "default"
     engines: str | Sequence[str] = ()
     calibrate_all_experts: bool = False
     fused_sets: Sequence[Sequence[str]] = ()
@@ -124,9 +122,8 @@ class CalibrationOptions:
             object.__setattr__(self, name, value)
         require_choice("on_missing", self.on_missing, get_args(OnMissing))
         require_bool(calibrate_all_experts=self.calibrate_all_experts, join_fused_scales=self.join_fused_scales)
-        engine_of(self.reload)
         for name in self.engines:
-            engine_of(name, "engines")
+            engine_of(name)
         check_own_sets(self.fused_sets)
         fields_of_scheme = {name: getattr(self, name) for name in _OF_SCHEME}
         object.__setattr__(self, "config", resolve_config(self.scheme, **fields_of_scheme))
@@ -170,8 +167,13 @@ class CalibrationOptions:
 
     @property
     def engine(self) -> Engine:
-        """The engine that the checkpoint is for."""
-        return engine_of(self.reload)
+        """The engine that the checkpoint is written for."""
+        return engine_of(self.engines[0] if self.engines else "transformers")
+
+    @property
+    def further_engines(self) -> list[Engine]:
+        """The engines beside :attr:`engine` that have to take the checkpoint."""
+        return [engine_of(name) for name in self.engines[1:]]
 
 
 def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:

@@ -102,10 +102,10 @@ class QuantizationAwareTraining(SessionCallback):
         on_missing (str): the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full
             precision; or ``"siblings"``, which quantizes an expert without tokens with the range of the layer's other
             experts. In a fit, which an error would end, ``"error"`` is ``"warn"``. Default: ``"error"``.
-        reload (str): the engine that will load the checkpoint: ``"default"`` (``from_pretrained``), ``"dequantize"``,
-            ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of your own, or ``"unchecked"``. A
-            checkpoint that it would refuse is an error now. Default: ``"default"``.
-        engines (str | Sequence[str]): further engines that have to take the checkpoint. Default: ().
+        engines (str | Sequence[str]): the engines that will load the checkpoint: ``"transformers"``
+            (``from_pretrained``), ``"dequantize"``, ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of
+            your own, or ``"unchecked"``. The checkpoint is written for the first one; one that any of them would refuse
+            is an error now. Default: (), transformers.
         calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
             Outputs do not change. Default: False.
         fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition

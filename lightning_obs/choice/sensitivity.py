@@ -143,7 +143,10 @@ def sensitivity(
         >>> [group.names for group in found.groups], found.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
-    engines = [engine_of(name, "engines") for name in as_names(options.pop("engines", ()))]
+    engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
+    if engines:  # asked below, where a refusal leaves a candidate out
+        options["engines"] = "unchecked"
+        options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
     candidates = [name for name, scheme in schemes_by_name.items() if name in sessions or scheme is None]

@@ -1,8 +1,9 @@
 """The questions that every inference engine answers, and the registry of engines.
 
 An engine is asked before data are read: which modules it takes, on which hardware, which modules it fuses, and by which
-names it looks modules up in a checkpoint's config. ``reload="name"`` chooses the engine that a checkpoint is for: its
-refusal is an error. Every other engine's answer is reported at the end of the run.
+names it looks modules up in a checkpoint's config. ``engines=["vllm", "sglang"]`` names the engines that will load a
+checkpoint: it is written for the first one, and a refusal by any of them is an error. The answers of all others are
+reported at the end of the run.
 """
 
 from __future__ import annotations
@@ -84,19 +85,19 @@ class PlannedCheckpoint:
 
 
 class Engine:
-    """An inference engine. The base class takes every checkpoint: ``reload="unchecked"``."""
+    """An inference engine. The base class takes every checkpoint: ``engines="unchecked"``."""
 
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
     #: attribute names, under one parent, of modules that are one matrix there: they share global scales and one scheme
     fused_sets: ClassVar[FusedSets] = FUSED_SETS
-    listed: ClassVar[bool] = True  # whether a run reports the verdict even where ``reload`` names another engine
+    listed: ClassVar[bool] = True  # whether a run reports the verdict even where ``engines`` does not name the engine
 
     @staticmethod
-    def register(reload: str) -> Callable[[type[_E]], type[_E]]:
-        """Make an engine known as ``reload="name"``."""
+    def register(name: str) -> Callable[[type[_E]], type[_E]]:
+        """Make an engine known by its name in ``engines``."""
 
         def add(engine: type[_E]) -> type[_E]:
-            ENGINES[reload] = engine()
+            ENGINES[name] = engine()
             return engine
 
         return add
@@ -129,7 +130,7 @@ class Engine:
     def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
         """Remarks for the user, each of which becomes a CalibrationWarning.
 
-        ``chosen``: ``reload`` names this engine, which takes the checkpoint.
+        ``chosen``: the checkpoint is written for this engine, which takes it.
         """
         return iter(())
 
@@ -143,19 +144,19 @@ class Engine:
 
 
 _E = TypeVar("_E", bound=Engine)
-#: every engine but the base class, by its name in ``reload``
+#: every engine but the base class, by its name in ``engines``
 ENGINES: dict[str, Engine] = {}
 
 
-def engine_of(reload: str, option: str = "reload") -> Engine:
-    """The engine that ``reload`` names, or another option.
+def engine_of(name: str) -> Engine:
+    """The engine of this name.
 
     Raises:
         CalibrationError: there is none.
     """
     engines = {**ENGINES, "unchecked": Engine()}
-    require_choice(option, reload, engines)
-    return engines[reload]
+    require_choice("engines", name, engines)
+    return engines[name]
 
 
 def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Engine] = ()) -> dict[str, Verdict]:

@@ -30,11 +30,11 @@ from lightning_obs.moe.experts import SortedExperts, fused_experts, linear_exper
 from lightning_obs.schemes.config import number_format
 from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
-_UNCHECKED = 'set reload="vllm" if vLLM will load it, or reload="unchecked".'
-_DEQUANTIZED = 'load it dequantized (reload="dequantize", then CompressedTensorsConfig(dequantize=True)'
+_UNCHECKED = 'set engines="vllm" if vLLM will load it, or engines="unchecked".'
+_DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensorsConfig(dequantize=True)'
 
 
-@Engine.register("default")
+@Engine.register("transformers")
 class Transformers(Engine):
     """``from_pretrained(folder)``; a model that is not of transformers is loaded by ``load_checkpoint``."""
 
@@ -52,7 +52,7 @@ class Transformers(Engine):
                 [str(target) for target in targets if not target.states and not kind_of(target.module).stored_as],
                 "transformers loads quantized Linear and Embedding modules only, and would leave these in full "
                 "precision",
-                remedy='list them in `ignore`, or set reload="unchecked" and load the checkpoint with load_checkpoint.',
+                remedy='list them in `ignore`, or set engines="unchecked" and load it with load_checkpoint.',
             )
             run_quantized = [] if self.dequantize else [target for target in targets if not target.states]
             refuse(
@@ -98,7 +98,7 @@ def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transf
     refuse(
         [target.name for target in targets if target.states],
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
-        remedy=f'reload="default", leave the kv cache in full precision, or {_UNCHECKED}',
+        remedy=f'engines="transformers", leave the kv cache in full precision, or {_UNCHECKED}',
     )
     if not in_transformers:
         return
@@ -106,12 +106,12 @@ def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transf
     refuse(
         [name.rpartition(".")[0] for name in converted(model, weight_names)],
         "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
-        remedy=f'list them in `ignore`, reload="default", or {_UNCHECKED}',
+        remedy=f'list them in `ignore`, engines="transformers", or {_UNCHECKED}',
     )
     if len({scheme_identity(t.scheme) for t in targets}) > 1:
         raise CalibrationError(
             "transformers cannot dequantize a checkpoint with several schemes",
-            remedy=f'reload="default", or {_UNCHECKED}',
+            remedy=f'engines="transformers", or {_UNCHECKED}',
         )
     refuse(
         [target.name for target in targets if _packs_zero_points_into_one_row(target)],

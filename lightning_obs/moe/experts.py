@@ -1,4 +1,4 @@
-"""Experts that one 3-D parameter holds, as Linear modules that can be targeted.
+"""The experts of a mixture model as Linear modules, which a scheme can target.
 
 transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear
 to quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of
@@ -161,14 +161,14 @@ class SortedExperts(LinearExperts):
 
 
 def linearize_experts(model: nn.Module) -> list[str]:
-    """Replace every module that stacks experts in 3-D parameters by one of a Linear per expert and projection.
+    """Replace every module that stacks experts in 3-D parameters by a module with a Linear per expert and projection.
 
-    Outputs stay the same: bit for bit those of transformers' ``eager`` experts wherever a matrix product does not
+    Outputs stay the same. They have the bits of transformers' ``eager`` experts wherever a matrix product does not
     depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
     With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
     are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
-    ``requires_grad`` and training mode are kept, forward hooks on the stacked module are not. Call it before optimizers
-    are made.
+    ``requires_grad`` and training mode are kept, forward hooks on the stacked module are not. Call it before you make
+    optimizers.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.
@@ -224,9 +224,9 @@ def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 
 
 def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
-    """How checkpoints on the hub name the projections of stacked experts, by module and role (gate, up, down).
+    """The names of the projections of stacked experts in checkpoints on the hub, by module and role (gate, up, down).
 
-    As transformers' loader knows them; ``gate_proj``, ``up_proj`` and ``down_proj`` where it knows none.
+    From transformers' loader; ``gate_proj``, ``up_proj`` and ``down_proj`` where it has no names for a module.
     """
     stacked = fused_experts(model)
     parameters = []

@@ -1,6 +1,9 @@
-"""Observers by name, one file per family over the pure functions of ``numerics``, which is all that they import.
+"""Observers by name: one file per family, over the pure functions of ``numerics``.
 
-Importing this package registers the built-in ones. Start reading in ``observer.py``, which holds the contract.
+Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``registry.py``
+finds classes by name. ``fused.py``, ``shared_measurements.py`` and ``segments.py`` are about several observers at once;
+``search_options.py`` has the hyperparameters of a search, which four families use. Importing this package registers the
+built-in observers.
 """
 
 from lightning_obs.observers.counting import HistogramObserver, PercentileObserver

@@ -22,14 +22,19 @@ from lightning_obs.observers.statistic import Statistic, input_statistics, lacks
 
 
 class ByInputsObserver(Observer):
-    """A search of a weight's ranges that knows the second moments of the module's inputs, or a part of them.
+    """Searches a weight's ranges by the second moments of the module's inputs, or by a part of these moments.
 
-    A subclass declares a sum over tokens and ``input_count``, their number, and writes ``measure_inputs`` and
-    ``search_by_moments``. Batches and ranks are merged by addition. Without inputs, or where all of them were zero, all
-    columns count alike.
+    A subclass declares two statistics ``of_inputs``: a sum over tokens, and ``input_count``, the number of tokens. It
+    writes ``measure_inputs`` and ``search_by_moments``. Batches and ranks are merged by addition. All columns count
+    alike where no inputs were seen, or only zeros.
 
     Keyword Args:
-        maxshrink, patience, grid, norm, expand, signed: the search, with the meanings that ``imatrix_mse`` gives them.
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        patience (int): consecutive candidates without an improvement that end the search; 0: it visits all.
+        grid (int): steps per unit of the factor on the range.
+        norm (float): exponent of the error.
+        expand (float): factor on the range before the search, at least 1.
+        signed (bool): whether scales may be negative, for symmetric integer formats.
         strict (bool): whether a weight whose inputs were not seen is an error.
         weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
 
@@ -78,8 +83,8 @@ class ByInputsObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         """The range of least error where all columns count alike."""
-        ranges = search_range(observed, self.search_of(observed))
-        return ranges.low, ranges.high
+        low, high = search_range(observed, self.search_of(observed))[:2]
+        return low, high
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
         """The candidates for an observed weight, and the error that is to be least."""
@@ -104,19 +109,19 @@ def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: b
 
 
 def input_sums(observer: ByInputsObserver) -> torch.Tensor:
-    """The sum over tokens that an observer gathers of inputs: squares ``(C,)`` or products ``(..., C, C)``."""
+    """The statistic of inputs that an observer sums over tokens: squares ``(C,)`` or products ``(..., C, C)``."""
     return getattr(observer, input_statistics(observer)[0])
 
 
 def squares_in(moments: torch.Tensor) -> torch.Tensor:
-    """The squares of channels, ``(..., C)``, in squares ``(C,)`` or products ``(..., C, C)``."""
+    """The moment ``x ** 2`` of each channel: ``moments`` itself ``(C,)``, or the diagonal of products ``(C, C)``."""
     if moments.ndim == 1:
         return moments
     return moments.diagonal(dim1=-2, dim2=-1)
 
 
 def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
-    """The mean over tokens of the sum of inputs, in float32 and relative to the mean of ``E[x ** 2]``.
+    """The second moments of the inputs, in float32, divided by the mean of ``E[x ** 2]`` over channels.
 
     None if no input was seen, or only zeros, which say nothing about the columns of the weight.
 

@@ -82,7 +82,7 @@ class CountingObserver(Observer):
 
     @override
     def nonfinite_statistics(self) -> str | None:
-        """The numbers of NaN and infinite values; a NaN is counted, too, and no other statistic shows it."""
+        """The numbers of NaN and infinite values. The counts are integers: their bins of NaN are asked here."""
         problems = []
         of_ranges = super().nonfinite_statistics()
         if of_ranges:
@@ -116,7 +116,10 @@ def counted_values(observer: Observer) -> Support | None:
 
 @Observer.register("percentile")
 class PercentileObserver(CountingObserver):
-    """The smallest value with ``percentile`` of all at or below it, and its mirror image at the lower end.
+    """The range between the upper percentile of everything observed and the matching lower one.
+
+    The upper end is the smallest value that has ``percentile`` percent of all values at or below it; the lower end is
+    defined alike from the other side.
 
     Exact in any partition. Exact for bfloat16; float32 and float16 are rounded to bfloat16 first, except where no
     value is cut off: then it is the exact smallest and largest value.
@@ -273,7 +276,7 @@ class SearchedRange(NamedTuple):
 
 
 def least_divergence(observer: CountingObserver) -> MinMaxTuple:
-    """The range of each scale ``(S,)`` whose quantized distribution has the least divergence from the observed one."""
+    """For each of S scales, the range whose quantized distribution diverges least from the observed, ``(S,)`` each."""
     smallest_values = observer.min_vals.flatten()
     largest_values = observer.max_vals.flatten()
     lows, highs = candidate_ranges(smallest_values, largest_values, _ENTROPY_FACTORS)  # (candidates, S) each
@@ -289,7 +292,7 @@ def least_divergence(observer: CountingObserver) -> MinMaxTuple:
 
 
 def least_error(observer: HistogramObserver) -> MinMaxTuple:
-    """The range of each scale ``(S,)`` with the least sum of errors over the counted values.
+    """For each of S scales, the range with the least sum of errors over the counted values, ``(S,)`` each.
 
     The distinct values of a scale are searched as a row, each weighted by its count. The exact ends decide the
     candidates; they are added with the weight zero, because their bins are counted already. Values are divided by a
@@ -314,6 +317,6 @@ def least_error(observer: HistogramObserver) -> MinMaxTuple:
     rows = (torch.cat([values, ends], 1) / unit).to(dtype)
     importance = pad(counts.float(), (0, 2))
     search = options_of(observer).search_on(NumberGrid.of(observer.args))
-    ranges = search_range(rows[None], search, importance=importance)
+    low, high = search_range(rows[None], search, importance=importance)[:2]
     unit = unit[:, 0]
-    return (ranges.low * unit).to(dtype), (ranges.high * unit).to(dtype)
+    return (low * unit).to(dtype), (high * unit).to(dtype)

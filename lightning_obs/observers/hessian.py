@@ -1,8 +1,8 @@
 """Weight ranges by the Hessian of a layer's output: the second moments of its inputs, of groups or of whole rows.
 
-The output of a Linear loses ``E[(d x) ** 2] = d H d^T`` by an error d of a row of its weight, ``H = E[x x^T]``.
-``imatrix_mse`` knows the diagonal of H. Here inputs that go together count together: errors that would cancel are not
-errors. Every integer is still the nearest; only ranges are chosen.
+An error d in a row of a Linear's weight costs its output ``E[(d x) ** 2] = d H d^T``, with ``H = E[x x^T]``.
+``imatrix_mse`` uses the diagonal of H alone. The off-diagonal moments tell which inputs vary together, so that errors
+of two columns that cancel in the output cost nothing. Only ranges are chosen here: every integer is the nearest.
 """
 
 from __future__ import annotations
@@ -39,21 +39,26 @@ _LEAST_MOMENT = 1e-6
 
 @Observer.register("local_hessian")
 class LocalHessianObserver(ByInputsObserver):
-    """The range whose error, ``d H d^T`` with the group's own block H of the inputs' second moments, is least.
+    """The range of least error ``d H d^T``, where H is the block of the inputs' second moments that a scale covers.
 
     ``argmin over p of d H d^T, d = fake_quantize(w, p * expand * range) - w`` per scale, p = 1, 1 - 1/grid, ..., down
-    to ``1 - maxshrink`` (included). For weights of Linear layers, in any strategy. A scale that covers more than 128
-    columns, or a whole row, is measured in equal parts of at most 128.
+    to ``1 - maxshrink`` (included). For weights of Linear layers, in any strategy. For a scale that covers more than
+    128 columns, H is cut into equal blocks of at most 128 columns, and moments between blocks are left out.
 
     Ranges are ``(*Q,)`` in the units of the weight. ``input_hessian`` is the sum of ``x x^T`` over ``input_count``
-    tokens, ``(T, t, t)`` in float32: T parts of t columns, zeros after the last column.
+    tokens, ``(T, t, t)`` in float32: T blocks of t columns, zeros after the last column.
 
     Keyword Args:
-        maxshrink, patience, grid, strict, weigh_tokens: as of ``imatrix_mse``.
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
+        grid (int): steps per unit of p.
         expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
             between 4 and 6, else 1.
-        signed (bool): as of ``memoryless_mse``.
         norm (float): 2, the exponent of a quadratic form.
+        signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
+            symmetric integer formats.
+        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
+        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
 
     Raises:
         CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
@@ -88,10 +93,10 @@ class LocalHessianObserver(ByInputsObserver):
 
     @override
     def search_of(self, observed: torch.Tensor) -> GridSearch:
-        """The search with scales of a tensor_group rounded as they will be stored.
+        """The search, with scales of a tensor_group rounded as they will be stored.
 
-        The global scale is a power of two, and group scales round alike for any of these, so it is known well enough
-        before the ranges are.
+        The global scale depends on the ranges that are still to be found. But it is rounded to a power of two, and
+        group scales round alike for any power of two, so one from the widest candidates serves.
         """
         options = options_of(self, to_the_end=True)
         magnitude = observed.abs().amax().float().reshape(1)
@@ -121,7 +126,7 @@ class LocalHessianObserver(ByInputsObserver):
         elif columns_of_scale < columns:
             observed = flatten_for_calibration(value, "weight", self.args)
         else:
-            # The last block ends in columns without inputs, in which nothing is lost: copies of the last column.
+            # The blocks of H may end after the last column. Copies of it fill the rows; their moments are zero.
             last_column = value[:, -1:]
             filling = last_column.expand(-1, channels - columns_of_scale)
             filled = torch.cat([value, filling], 1)
@@ -129,8 +134,8 @@ class LocalHessianObserver(ByInputsObserver):
             observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
             columns_of_scale = channels
         hessian = moments.view(-1, columns_of_scale // width, width, width)
-        ranges = search_range(observed, self.search_of(observed), hessian=hessian)
-        return ranges.low, ranges.high
+        low, high = search_range(observed, self.search_of(observed), hessian=hessian)[:2]
+        return low, high
 
 
 def block_width(args: QuantizationArgs, channels: int) -> int:
@@ -150,17 +155,28 @@ def block_width(args: QuantizationArgs, channels: int) -> int:
 
 @Observer.register("hessian")
 class HessianObserver(LocalHessianObserver):
-    """The ranges whose errors, ``d H d^T`` with the inputs' whole second moments H, are least for a row together.
+    """The ranges of a row of scales that together have the least error ``d H d^T``, H all second moments of the inputs.
 
-    The candidates of ``local_hessian``, judged one scale after the other given the errors of the row's other scales, in
-    some sweeps over all of them (:mod:`lightning_obs.numerics.search.descent`). Ranges are ``(*Q,)``. ``input_hessian``
-    is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
+    The search chooses one scale after the other, given the errors that the row's other scales leave, in some sweeps
+    over all of them (:mod:`lightning_obs.numerics.search.descent`). Its candidates are those of ``local_hessian``.
+    Ranges are ``(*Q,)``. ``input_hessian`` is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
 
     Keyword Args:
-        sweeps (int): how often each scale is chosen, at least 1; the later, the closer to the range chosen before.
+        sweeps (int): how often each scale is chosen, at least 1; later sweeps try ranges closer to the present one.
         damping (float): share of the mean of H's diagonal that is added to it, at least 0.
-        maxshrink, grid, expand, strict, weigh_tokens, signed, norm: as of ``local_hessian``.
+        maxshrink (float): how much of the range may be given up, in [0, 1].
+        grid (int): steps per unit of the factor on the range.
         patience (int): 0, all candidates are visited.
+        expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
+            between 4 and 6, else 1.
+        norm (float): 2, the exponent of a quadratic form.
+        signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
+            symmetric integer formats.
+        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
+        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
+
+    Raises:
+        CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
     """
 
     statistics = LocalHessianObserver.statistics

@@ -80,8 +80,8 @@ class IMatrixMSEObserver(ByInputsObserver):
         importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)
         importance = importance.flatten(0, -2)
         observed = flatten_for_calibration(value, "weight", self.args, g_idx)
-        ranges = search_range(observed, self.search_of(observed), importance=importance)
-        return ranges.low, ranges.high
+        low, high = search_range(observed, self.search_of(observed), importance=importance)[:2]
+        return low, high
 
 
 @Observer.register("nvfp4_expanded_imatrix")

@@ -21,8 +21,8 @@ class MemorylessMinMaxObserver(Observer):
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)``.
 
     Keyword Args:
-        signed (bool): of weights in symmetric integer formats, the scale is negative where the range reaches farther
-            above zero than below, which gives the lowest code, the one without a counterpart, to the larger end.
+        signed (bool): whether the scale is negative where the range reaches farther above zero than below, for weights
+            in symmetric integer formats. The larger end then has the lowest code, which has no positive counterpart.
     """
 
     statistics = (

@@ -73,8 +73,8 @@ class MemorylessMSEObserver(Observer):
 
     def _search(self, observed: torch.Tensor) -> MinMaxTuple:
         numbers = NumberGrid.of(self.args, self.signed)
-        ranges = search_range(observed, options_of(self).search_on(numbers))
-        return ranges.low, ranges.high
+        low, high = search_range(observed, options_of(self).search_on(numbers))[:2]
+        return low, high
 
 
 @Observer.register("mse")

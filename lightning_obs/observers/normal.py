@@ -17,7 +17,7 @@ from lightning_obs.observers.statistic import Statistic
 class NormalObserver(Observer):
     """``mean - k * std`` to ``mean + k * std`` of everything observed.
 
-    For values that are normally distributed. Language models' activations are not: see the warning of ``percentile``.
+    For values that are normally distributed. The activations of language models are not, see ``percentile``.
     Batches and ranks are merged exactly, up to float64 addition.
 
     Observes ``(N, *Q, G)``, any strategy. Ranges are ``(*Q,)`` in float32. ``std`` is the sample's, with n - 1; a

@@ -123,7 +123,7 @@ class Statistics:
         observes_differently = bool(_OBSERVING_MEMBERS & members)
         if "statistics" in members:
             cls._declares_all = True
-            cls._act_sync_dict = {}
+            cls._act_sync_dict = {}  # for code written to the guide
             for statistic in cls.statistics:
                 operation = _REDUCE_OPS.get(statistic.reduction)
                 if operation is not None:
@@ -179,7 +179,9 @@ class Statistics:
             if name in self._settings or name in keep:
                 kept[name] = value
         with torch.inference_mode(False):
-            self.__dict__ = vars(new_like(self)) | kept
+            initial = vars(new_like(self))
+        self.__dict__.clear()
+        self.__dict__.update(initial | kept)
 
     @property
     def has_statistics(self) -> bool:

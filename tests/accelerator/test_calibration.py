@@ -126,7 +126,7 @@ PATHS = {
         Budget(110, 1.09, 2),
         Budget(991, 2.97, 5),
         Budget(585, 6.35, 3),
-        {"on_missing": "siblings", "reload": "vllm"},
+        {"on_missing": "siblings", "engines": "vllm"},
         mixture,
     ),
     "experts, FP8, all tokens": Path(
@@ -134,7 +134,7 @@ PATHS = {
         Budget(150, 2.12, 2),
         Budget(991, 2.97, 5),
         Budget(585, 6.35, 3),
-        {"calibrate_all_experts": True, "reload": "vllm"},
+        {"calibrate_all_experts": True, "engines": "vllm"},
         mixture,
     ),
     "experts, FP8, minmax, token mask": Path(
@@ -142,7 +142,7 @@ PATHS = {
         Budget(200, 1.62, 3),
         Budget(991, 2.97, 5),
         Budget(585, 6.35, 3),
-        {"on_missing": "siblings", "reload": "vllm", "masked": True, **inputs("minmax")},
+        {"on_missing": "siblings", "engines": "vllm", "masked": True, **inputs("minmax")},
         mixture,
     ),
     "experts, token mask": Path(
@@ -236,7 +236,7 @@ def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_exper
 
 def test_what_waits_for_other_experts_is_forgotten_with_the_hooks():
     model = mixture().to(DEVICE)
-    session = CalibrationSession(model, "FP8", ignore=["lm_head", "re:.*gate$"], reload="vllm")
+    session = CalibrationSession(model, "FP8", ignore=["lm_head", "re:.*gate$"], engines="vllm")
 
     def fail(*_):
         raise RuntimeError("the user's own")

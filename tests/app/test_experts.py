@@ -49,7 +49,7 @@ def test_all_experts_can_be_calibrated(moe_run, tmp_path, capsys):
     moe_run(
         "scheme=fp8",
         f"export.folder={tmp_path / 'out'}",
-        "export.reload=dequantize",
+        "export.engines=dequantize",
         "export.verify=false",
         "calibrate_all_experts=true",
     )

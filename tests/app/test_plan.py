@@ -10,8 +10,6 @@ from lightning_obs.app.data.module import TextData
 from lightning_obs.app.main import run
 
 W4 = "weights: {num_bits: 4, strategy: group, group_size: 32}"
-W4A8 = f"{{{W4}, input_activations: {{num_bits: 8, strategy: token, dynamic: true}}}}"
-SIGNED = "observers: {weight: {name: mse, signed: true}}"
 SMALL = ("task=plan", "task.candidates.int4.scheme.weights.group_size=32", "task.batches=1", "task.frontier=4")
 
 
@@ -117,7 +115,6 @@ def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
 @pytest.mark.parametrize(
     ("words", "match"),
     [
-        (("task=plan", f"+task.candidates.x={{scheme: {W4A8}, {SIGNED}}}"), "negative"),
         (("task=plan", "+task.candidates.x={scheme: NVFP4A16, rounding: gtpq}"), "rounding"),
         (("task=observers", "scheme=fp8", "task.candidates={weight: [{name: hessian, signed: true}]}"), "signed"),
     ],
@@ -125,4 +122,4 @@ def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
 def test_candidates_that_cannot_be_are_refused_before_data(composed, words, match, monkeypatch):
     monkeypatch.setattr(TextData, "val_dataloader", lambda self: pytest.fail("data were read"))
     with pytest.raises(CalibrationError, match=match):
-        run(composed(*words, "export.reload=vllm", "evaluate=false"))
+        run(composed(*words, "export.engines=vllm", "evaluate=false"))

@@ -238,7 +238,7 @@ INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC", "NVFP4A16", INT4])
 def test_the_tensors_of_a_quantized_checkpoint_belong_to_the_model(tmp_path, scheme):
-    load(exported(tmp_path, scheme, reload="unchecked"))
+    load(exported(tmp_path, scheme, engines="unchecked"))
 
 
 def test_a_quantized_kv_cache_belongs_to_the_model(tmp_path):

@@ -60,8 +60,8 @@ def command_of(name, *words, **changes):
 
 def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert command_of("export", "scheme=fp8", "export=none", "export.reload=vllm") == (
-        "scheme=fp8 export.reload=vllm export=checkpoint"
+    assert command_of("export", "scheme=fp8", "export=none", "export.engines=vllm") == (
+        "scheme=fp8 export.engines=vllm export=checkpoint"
     )
     assert command_of("measure", "evaluate=false", "output_dir=out") == "evaluate=true output_dir=out-measure"
     assert command_of("token_scales", "+scheme.input_activations.num_bits=4", "observer=mse", scheme="W8A8") == (

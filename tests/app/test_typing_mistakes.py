@@ -70,7 +70,7 @@ ROWS = [
     ("task=finetune model.learning_rate=fast", "model.learning_rate. Got 'fast', expected a number"),
     ("model.dtype=fp16", "expected one of auto, float32, bfloat16, float16"),
     ("on_missing=ignore", "on_missing. Got 'ignore', expected 'error', 'warn', 'siblings'"),
-    ("export.reload=vlm", "did you mean `vllm`?"),
+    ("export.engines=vlm", "did you mean `vllm`?"),
     ("rounding=gtpq", "rounding. Got 'gtpq', expected None, 'gptq'"),
     ("observer=minmax scheme=int8_static observer.averaging_constant=5", "expected a value in (0, 1]"),
     ("observer=minmax scheme=int8_static observer.averaging_constant=often", "expected a number"),

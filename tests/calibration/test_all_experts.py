@@ -84,7 +84,7 @@ def test_transformers_own_models_can_show_all_tokens_to_all_experts():
     handle.remove()
     with (
         CalibrationSession(
-            model, "INT8_STATIC", ignore=["lm_head"], reload="unchecked", calibrate_all_experts=True
+            model, "INT8_STATIC", ignore=["lm_head"], engines="unchecked", calibrate_all_experts=True
         ) as session,
         torch.inference_mode(),
     ):

@@ -56,7 +56,7 @@ def test_counts_are_those_of_transformers_own_router():
             counts += torch.bincount(output[2].flatten(), minlength=EXPERTS)
 
         gate.register_forward_hook(count)
-    session = CalibrationSession(model, "FP8", ignore=["lm_head"], reload="unchecked", on_missing="siblings")
+    session = CalibrationSession(model, "FP8", ignore=["lm_head"], engines="unchecked", on_missing="siblings")
     with session:
         for _ in range(2):
             model(torch.randint(3, 128, (2, 16)))

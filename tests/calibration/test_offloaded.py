@@ -225,7 +225,7 @@ def test_experts_are_linearized_and_then_offloaded(way, tmp_path):
             from compressed_tensors.offload import set_onload_device
 
             set_onload_device(model, "cpu")
-        options = {"ignore": ["lm_head", "re:.*gate$"], "calibrate_all_experts": True, "reload": "unchecked"}
+        options = {"ignore": ["lm_head", "re:.*gate$"], "calibrate_all_experts": True, "engines": "unchecked"}
         with CalibrationSession(model, "FP8", **options) as session, torch.no_grad():
             model(tokens() % 128)
         folder = export_checkpoint(model, tmp_path / f"out{offload}")

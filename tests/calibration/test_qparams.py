@@ -34,7 +34,7 @@ def test_a_member_that_a_layer_does_not_have_is_skipped():
     """As the sliding attention of Gemma 4, whose v_proj is None."""
     attention = nn.Module()
     attention.q_proj, attention.k_proj, attention.v_proj = nn.Linear(32, 8), nn.Linear(32, 4), None
-    calibrate(nn.ModuleDict({"self_attn": attention}), "NVFP4A16", reload="unchecked")
+    calibrate(nn.ModuleDict({"self_attn": attention}), "NVFP4A16", engines="unchecked")
     absmax = max(m.weight.detach().abs().max() for m in (attention.q_proj, attention.k_proj))
     for module in (attention.q_proj, attention.k_proj):
         assert module.weight_global_scale.item() == (448 * 6 / absmax).item()
@@ -109,7 +109,7 @@ THREES = ([[0, 3], [6, 9], [12, 15], [18, 21]], [[2, 5], [8, 11], [14, 17], [20,
 def test_a_weight_has_the_ranges_and_the_quantized_values_that_the_peer_pins(args, ranges, quantized_rows):
     model = nn.Sequential(nn.Linear(6, 4, bias=False, dtype=torch.bfloat16))
     model[0].weight.data = torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
-    session = calibrate(model, {"weights": args}, reload="unchecked")
+    session = calibrate(model, {"weights": args}, engines="unchecked")
     low, high = session.observers["0", "weight"].get_min_max()
     assert (low.tolist(), high.tolist()) == ranges
     with quantized(model):
@@ -137,7 +137,7 @@ def test_an_input_has_the_range_and_the_quantized_values_that_the_peer_pins(args
     model = nn.Sequential(nn.Linear(6, 6, bias=False, dtype=torch.bfloat16))
     model[0].weight.data = torch.eye(6, dtype=torch.bfloat16)
     x = torch.arange(12, dtype=torch.bfloat16).reshape(1, 2, 6)
-    session = calibrate(model, {"input_activations": args}, x, reload="unchecked")
+    session = calibrate(model, {"input_activations": args}, x, engines="unchecked")
     assert session.result.input_ranges["0"] == (0, 11)
     with quantized(model):
         found = model(x)[0]

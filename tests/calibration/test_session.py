@@ -80,7 +80,7 @@ def test_observers_and_their_hyperparameters_are_used(mlp):
     assert session.result.input_ranges["fc1"] == (batches.min().item(), batches.max().item())
 
 
-@pytest.mark.parametrize("name", ["on_missing", "reload"])
+@pytest.mark.parametrize("name", ["on_missing", "engines"])
 def test_an_unknown_option_value_is_refused(mlp, name):
     with pytest.raises(CalibrationError, match=rf"{name}. Got 'ignore', expected '(error|default)'"):
         CalibrationSession(mlp, STATIC, **{name: "ignore"})

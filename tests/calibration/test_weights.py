@@ -73,7 +73,7 @@ def options(strategy, observer):
     return {
         "scheme": {"weights": {**STRATEGIES[strategy], "observer": observer}},
         "observers": {"weight": observer},
-        "reload": "unchecked",
+        "engines": "unchecked",
     }
 
 

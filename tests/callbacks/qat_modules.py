@@ -21,7 +21,7 @@ NVFP4_SMALL = CalibrationOptions(
         "weights": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 8,
                     "scale_dtype": "torch.float8_e4m3fn"},
     },
-    reload="unchecked",
+    engines="unchecked",
 )  # fmt: skip
 W8 = {"targets": ["Linear"], "weights": {"num_bits": 8, "strategy": "channel"}}
 

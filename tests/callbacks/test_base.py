@@ -128,7 +128,7 @@ def test_a_tied_head_is_left_out_and_it_is_said(tmp_path, caplog):
 
 def test_an_empty_path_calibrates_the_lightning_module_itself(tiny_llama, caplog):
     module = Language(tiny_llama())
-    callback = CalibrationCallback("FP8", module="", reload="unchecked", ignore=["model.lm_head"], show=False)
+    callback = CalibrationCallback("FP8", module="", engines="unchecked", ignore=["model.lm_head"], show=False)
     assert said(caplog, callback, module=module) == [
         "FP8: calibrating Language (the LightningModule itself): 14 of 15 Linear; left out: model.lm_head"
     ]

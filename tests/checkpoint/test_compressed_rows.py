@@ -45,7 +45,7 @@ class Layers(nn.Module):
 def calibrated(model, scheme, dtype, collectives=None):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # not every scheme needs the data
-        with CalibrationSession(model, scheme, reload="unchecked", collectives=collectives):
+        with CalibrationSession(model, scheme, engines="unchecked", collectives=collectives):
             model(torch.linspace(-1, 1, WIDTH, dtype=dtype).repeat(2, 1))
     return model
 

@@ -19,7 +19,7 @@ FP8_OUTSIDE_EXPERTS = {"ignore": ["lm_head", "re:.*experts.*"]}
 
 def exported(model, folder, scheme, **options):
     """The checkpoint's quantization config and its tensors' names."""
-    with CalibrationSession(model, scheme, reload="unchecked", **options):
+    with CalibrationSession(model, scheme, engines="unchecked", **options):
         pass
     export_checkpoint(model, folder)
     config = json.loads((folder / "config.json").read_text())["quantization_config"]

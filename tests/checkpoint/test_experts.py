@@ -20,7 +20,7 @@ def tokens():
     return torch.randint(3, 128, (2, 16))
 
 
-def calibrated(folder, kind, scheme, reload, dtype=torch.bfloat16):
+def calibrated(folder, kind, scheme, engine, dtype=torch.bfloat16):
     """A linearized model, loaded from disk as its users do, calibrated and exported."""
     tiny_moe(kind, dtype).save_pretrained(folder / "original")
     model = AutoModelForCausalLM.from_pretrained(folder / "original", dtype=dtype).eval()
@@ -33,7 +33,7 @@ def calibrated(folder, kind, scheme, reload, dtype=torch.bfloat16):
         "llama4_text": "re:.*router",
     }
     ignore = ["lm_head", *filter(None, [linear_gates.get(kind)])]
-    session = CalibrationSession(model, scheme, ignore=ignore, reload=reload, on_missing="siblings")
+    session = CalibrationSession(model, scheme, ignore=ignore, engines=engine, on_missing="siblings")
     with session:
         if session.needs_data:
             model(torch.randint(3, 128, (8, 32)))
@@ -47,32 +47,32 @@ def logits(model, tokens):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reload", "dtype"),
+    ("kind", "engine", "dtype"),
     [
         pytest.param(
-            *(kind, reload, dtype),
+            *(kind, engine, dtype),
             # in CI each kind once, and one in every way
-            marks=[pytest.mark.nightly] * (kind != "mixtral" and (reload, dtype) != ("default", torch.bfloat16)),
+            marks=[pytest.mark.nightly] * (kind != "mixtral" and (engine, dtype) != ("transformers", torch.bfloat16)),
         )
         for kind in KINDS
-        for reload in ("default", "dequantize")
+        for engine in ("transformers", "dequantize")
         for dtype in (torch.float32, torch.bfloat16)
     ],
 )
-def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, reload, dtype, tokens, tmp_path):
-    model = calibrated(tmp_path, kind, W4A16_32, reload, dtype)
-    assert_reloads(model, tmp_path, reload, tokens)
+def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, engine, dtype, tokens, tmp_path):
+    model = calibrated(tmp_path, kind, W4A16_32, engine, dtype)
+    assert_reloads(model, tmp_path, engine, tokens)
 
 
 @pytest.mark.parametrize("kind", FAMILY)
 def test_transformers_loads_the_experts_of_related_architectures(kind, tokens, tmp_path):
-    model = calibrated(tmp_path, kind, W4A16_32, "default", torch.float32)
-    assert_reloads(model, tmp_path, "default", tokens)
+    model = calibrated(tmp_path, kind, W4A16_32, "transformers", torch.float32)
+    assert_reloads(model, tmp_path, "transformers", tokens)
 
 
 @pytest.mark.parametrize("scheme", [W4A16_32, "FP8_DYNAMIC", "INT8_STATIC"])
 def test_transformers_loads_llama_4_with_a_linear_per_expert_and_its_quantized_inputs(scheme, tokens, tmp_path):
-    model = calibrated(tmp_path, "llama4_text", scheme, "default", torch.float32)
+    model = calibrated(tmp_path, "llama4_text", scheme, "transformers", torch.float32)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "quantized").eval()
     assert loaded.get_submodule("model.layers.0.feed_forward.experts.0.down_proj").quantization_scheme
     with quantized(model):
@@ -95,11 +95,11 @@ def test_llama_4_may_keep_experts_in_full_precision_only_as_a_linear_each(scheme
         assert torch.equal(logits(loaded, tokens), logits(model, tokens))
 
 
-@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
-def test_transformers_loads_fp8_weights_with_the_same_logits(kind, reload, tokens, tmp_path):
+def test_transformers_loads_fp8_weights_with_the_same_logits(kind, engine, tokens, tmp_path):
     scheme = {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
-    assert_reloads(calibrated(tmp_path, kind, scheme, reload), tmp_path, reload, tokens)
+    assert_reloads(calibrated(tmp_path, kind, scheme, engine), tmp_path, engine, tokens)
 
 
 @dequantizes_activations_too
@@ -125,18 +125,18 @@ def test_transformers_loads_experts_in_full_precision_beside_8_bit_floats(linear
     with CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"]):
         pass
     export_checkpoint(model, tmp_path / "quantized")
-    assert_reloads(model, tmp_path, "default", tokens)
+    assert_reloads(model, tmp_path, "transformers", tokens)
 
 
-@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 @pytest.mark.parametrize("scheme", [name for name in ("MXFP4A16", "MXFP6A16") if name in preset_names()])
-def test_transformers_loads_microscaling_experts_with_the_same_logits(scheme, reload, tokens, tmp_path):
-    model = calibrated(tmp_path, "qwen3_moe", scheme, reload)
-    assert_reloads(model, tmp_path, reload, tokens)
+def test_transformers_loads_microscaling_experts_with_the_same_logits(scheme, engine, tokens, tmp_path):
+    model = calibrated(tmp_path, "qwen3_moe", scheme, engine)
+    assert_reloads(model, tmp_path, engine, tokens)
 
 
-def assert_reloads(model, folder, reload, tokens):
-    arguments = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+def assert_reloads(model, folder, engine, tokens):
+    arguments = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if engine == "dequantize" else {}
     loaded = AutoModelForCausalLM.from_pretrained(folder / "quantized", **arguments).eval()
     loaded.set_experts_implementation("eager")
     with quantized(model):
@@ -161,6 +161,6 @@ def test_checkpoints_have_the_names_that_vllm_reads(kind, name, tmp_path):
 
 
 def test_routers_are_listed_as_not_quantized(tmp_path):
-    calibrated(tmp_path, "qwen3_moe", W4A16_32, "default")
+    calibrated(tmp_path, "qwen3_moe", W4A16_32, "transformers")
     config = json.loads((tmp_path / "quantized" / "config.json").read_text())["quantization_config"]
     assert set(config["ignore"]) == {"lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"}

@@ -42,18 +42,18 @@ def calibrated(model, scheme, batches, **kwargs):
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "reload"),
-    [(s, torch.bfloat16, "default") for s in (*ANY_DTYPE, *BF16_ONLY)]
+    ("scheme", "dtype", "engine"),
+    [(s, torch.bfloat16, "transformers") for s in (*ANY_DTYPE, *BF16_ONLY)]
     + [(s, torch.bfloat16, "dequantize") for s in DEQUANTIZED]
-    + [(s, torch.float32, "default") for s in IN_FLOAT32]
-    + [pytest.param(s, torch.float32, "default", marks=NIGHTLY) for s in ANY_DTYPE if s not in IN_FLOAT32]
+    + [(s, torch.float32, "transformers") for s in IN_FLOAT32]
+    + [pytest.param(s, torch.float32, "transformers", marks=NIGHTLY) for s in ANY_DTYPE if s not in IN_FLOAT32]
     + [pytest.param(s, torch.float32, "dequantize", marks=NIGHTLY) for s in DEQUANTIZED],
     ids=str,
 )
-def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_llama, batches, tmp_path):
+def test_transformers_loads_it_with_the_same_logits(scheme, dtype, engine, tiny_llama, batches, tmp_path):
     scheme, _, kv_cache = scheme.partition(" kv_cache=")
     kv = {"kv_cache": kv_cache} if kv_cache else {}
-    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"], reload=reload, **kv)
+    model = calibrated(tiny_llama(dtype), scheme, batches, ignore=["lm_head"], engines=engine, **kv)
     with torch.no_grad():
         before = model(**batches[0]).logits
         with quantized(model):
@@ -62,7 +62,7 @@ def test_transformers_loads_it_with_the_same_logits(scheme, dtype, reload, tiny_
     export_checkpoint(model, tmp_path / "out")
     with torch.no_grad():
         assert torch.equal(model(**batches[0]).logits, before)  # the live model was not touched
-        how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+        how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if engine == "dequantize" else {}
         reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", **how).eval()
         assert torch.equal(reloaded(**batches[0]).logits, expected)
 

@@ -86,7 +86,7 @@ def test_gpt2_with_its_conv1d_and_tied_head_is_loaded(tmp_path):
         return GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)).eval()
 
     model, ids = build(), torch.randint(0, 64, (2, 8))
-    with CalibrationSession(model, "INT8_STATIC", targets=["Conv1D"], reload="unchecked"):
+    with CalibrationSession(model, "INT8_STATIC", targets=["Conv1D"], engines="unchecked"):
         model(ids)
     with torch.no_grad(), quantized(model):
         expected = model(ids).logits

@@ -32,7 +32,7 @@ class Layers(nn.Module):
 def test_every_shape_is_written_and_loaded(bits, strategy, symmetric, rounding, tmp_path):
     scheme = {"weights": {"num_bits": bits, "strategy": strategy, "symmetric": symmetric}}
     model, inputs = Layers(), [torch.randn(32, columns) for _, columns in SHAPES]
-    session = CalibrationSession(model, scheme, rounding=rounding, reload="unchecked")
+    session = CalibrationSession(model, scheme, rounding=rounding, engines="unchecked")
     with session, torch.no_grad():
         if session.needs_data:
             model(inputs)

@@ -214,16 +214,20 @@ def test_candidates_are_rounded_as_the_scheme_says(classifier, outliers):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "reload", "labels"),
+    ("scheme", "engine", "labels"),
     [
-        (INT4, "default", {"hessian(signed=True)", "local_hessian(signed=True)", "imatrix_mse(norm=2.0, signed=True)"}),
+        (
+            INT4,
+            "transformers",
+            {"hessian(signed=True)", "local_hessian(signed=True)", "imatrix_mse(norm=2.0, signed=True)"},
+        ),
         ("NVFP4A16", "unchecked", {"hessian", "local_hessian", "memoryless_mse"}),
-        ("W8A16", "default", {"memoryless_mse", "imatrix_mse", "imatrix_mse(norm=2.0)"}),
+        ("W8A16", "transformers", {"memoryless_mse", "imatrix_mse", "imatrix_mse(norm=2.0)"}),
     ],
 )
-def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, reload, labels):
+def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, engine, labels):
     scheme = {"weights": {"num_bits": 8, "strategy": "channel"}} if scheme == "W8A16" else scheme
-    tried = fitting_candidates(classifier, CalibrationOptions(scheme, reload=reload))["weight"]
+    tried = fitting_candidates(classifier, CalibrationOptions(scheme, engines=engine))["weight"]
     assert labels < set(tried)
     assert ("hessian" in str(tried)) == ("hessian" in str(labels))
     assert ("signed" in str(tried)) == ("signed" in str(labels))
@@ -233,7 +237,7 @@ def test_our_own_candidates_are_those_that_the_format_takes(classifier, scheme, 
 def test_signed_scales_that_the_engine_reads_wrongly_are_not_tried_unless_asked_for(tiny_llama):
     model, base = tiny_llama(), resolve_config("W4A8", ignore="lm_head")
     base.config_groups["group_0"].weights.group_size = 32
-    tried = fitting_candidates(model, CalibrationOptions(base, reload="vllm"))["weight"]
+    tried = fitting_candidates(model, CalibrationOptions(base, engines="vllm"))["weight"]
     assert "hessian" in tried
     assert "signed" not in str(tried)
 
@@ -242,7 +246,7 @@ def test_signed_scales_that_the_engine_reads_wrongly_are_not_tried_unless_asked_
         yield
 
     with pytest.raises(CalibrationError, match="does not read the negative scales"):
-        choose_observers(model, untouched(), base, {"weight": [SIGNED]}, reload="vllm")
+        choose_observers(model, untouched(), base, {"weight": [SIGNED]}, engines="vllm")
 
 
 def test_modules_whose_inputs_have_other_channels_are_not_tried_by_hessians():

@@ -7,7 +7,14 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, sensitivity
+from lightning_obs import (
+    CalibrationError,
+    CalibrationSession,
+    CalibrationWarning,
+    export_checkpoint,
+    linearize_experts,
+    sensitivity,
+)
 from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -79,9 +86,9 @@ def test_candidates_with_other_parameters_do_not_share_them(classifier):
     x = torch.randn(256, 32)
     asymmetric = {"weights": {**INT4["weights"], "symmetric": False}}
     together = {"asymmetric": asymmetric, "int4": INT4, "static": "INT8_STATIC", "nvfp4": "NVFP4", "dynamic": "W8A8"}
-    found = sensitivity(classifier, [x], together, reload="unchecked")
+    found = sensitivity(classifier, [x], together, engines="unchecked")
     for name, scheme in together.items():
-        alone = sensitivity(classifier, [x], {name: scheme}, reload="unchecked")
+        alone = sensitivity(classifier, [x], {name: scheme}, engines="unchecked")
         assert found.layers[name] == pytest.approx(alone.layers[name])
 
 
@@ -187,8 +194,8 @@ def test_without_data_the_error_of_the_weights_is_all_there_is(classifier):
 @pytest.mark.parametrize("scheme", [INT4, {"weights": {**INT4["weights"], "symmetric": False}}, "INT8_STATIC", "FP8"])
 def test_sizes_are_what_an_export_writes(scheme, dtype, tmp_path):
     model, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 16)).to(dtype), torch.randn(4, 64, dtype=dtype)
-    found = sensitivity(model, [x], {"scheme": scheme, "none": None}, reload="unchecked")
-    with CalibrationSession(model, scheme, reload="unchecked") as session:
+    found = sensitivity(model, [x], {"scheme": scheme, "none": None}, engines="unchecked")
+    with CalibrationSession(model, scheme, engines="unchecked") as session:
         if session.needs_data:
             model(x)
     with safe_open(export_checkpoint(model, tmp_path / "out") / "model.safetensors", "pt") as file:
@@ -315,18 +322,27 @@ def test_a_candidate_has_its_own_options_before_those_of_all():
         candidate_options({"scheme": INT4, "roundin": "gptq"})
 
 
+def untouched():
+    raise AssertionError("data were read")
+    yield
+
+
 @pytest.mark.parametrize(
     ("candidate", "match"),
     [
-        ({"scheme": "W4A8", "observers": {"weight": SIGNED}}, "does not read the negative scales"),
         ({"scheme": "NVFP4A16", "observers": {"weight": SIGNED}}, "signed scales are for weights in symmetric integer"),
         ({"scheme": INT4, "rounding": "gtpq"}, r"rounding\. Got 'gtpq'"),
     ],
 )
-def test_a_candidate_that_the_engine_or_the_format_cannot_take_is_refused_before_data(tiny_llama, candidate, match):
-    def untouched():
-        raise AssertionError("data were read")
-        yield
-
+def test_a_candidate_that_the_format_cannot_take_is_refused_before_data(tiny_llama, candidate, match):
     with pytest.raises(CalibrationError, match=match):
-        sensitivity(tiny_llama(), untouched(), {"it": candidate}, ignore=["lm_head"], reload="vllm")
+        sensitivity(tiny_llama(), untouched(), {"it": candidate}, ignore=["lm_head"], engines="vllm")
+
+
+def test_the_only_candidate_that_its_engine_does_not_take_is_refused_before_data_with_the_reason(tiny_llama):
+    candidate = {"scheme": "W4A8", "observers": {"weight": SIGNED}}
+    with (
+        pytest.warns(CalibrationWarning, match=r"it is not a candidate: vLLM.* negative scales"),
+        pytest.raises(CalibrationError, match=r"no candidate is taken by all engines.* negative scales"),
+    ):
+        sensitivity(tiny_llama(), untouched(), {"it": candidate}, ignore=["lm_head"], engines="vllm")

@@ -1,4 +1,4 @@
-"""An engine of one's own, as CONTRIBUTING shows it: one class, found by ``reload="name"``."""
+"""An engine of one's own, as CONTRIBUTING shows it: one class, found by ``engines="name"``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def tiny_engine(monkeypatch):
 
 def test_an_engine_refuses_the_scheme_that_it_lacks_before_data_are_read(tiny_engine, tiny_llama):
     with pytest.raises(CalibrationError, match=r"Tiny has no kernel for 4 bits: .*q_proj\. Remedy: use W8A8"):
-        CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"], reload="tiny")
+        CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"], engines="tiny")
     verdict = CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"]).engines["Tiny"]
     assert (verdict.loads, "no kernel for 4 bits" in verdict.text) == (False, True)
 
 
 def test_an_engine_s_verdict_names_and_fused_sets_are_those_of_the_run(tiny_engine, tiny_llama, batches, tmp_path):
     model = tiny_llama()
-    options = {"targets": ["re:.*mlp.*_proj", "re:.*(q|k|v)_proj"], "ignore": ["re:.*down_proj"], "reload": "tiny"}
+    options = {"targets": ["re:.*mlp.*_proj", "re:.*(q|k|v)_proj"], "ignore": ["re:.*down_proj"], "engines": "tiny"}
     with CalibrationSession(model, "INT8_STATIC", **options) as session, torch.no_grad():
         model(**batches[0])
     assert session.result.engines["Tiny"].text == "CPU"
@@ -43,7 +43,7 @@ def test_an_engine_s_verdict_names_and_fused_sets_are_those_of_the_run(tiny_engi
 
 def test_a_module_that_an_engine_looks_up_by_another_name_is_targeted_by_it(tiny_engine, tiny_llama, tmp_path):
     model, name = tiny_llama(), "model.layers.0.mlp.down_proj"
-    with CalibrationSession(model, "W8A8", targets=[name], reload="tiny"):
+    with CalibrationSession(model, "W8A8", targets=[name], engines="tiny"):
         pass
     export_checkpoint(model, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -55,12 +55,12 @@ def test_an_engine_is_asked_once(tiny_engine, tiny_llama, monkeypatch):
     for each in ENGINES.values():
         check = type(each).check
         monkeypatch.setattr(each, "check", lambda *a, e=each, c=check: asked.append(e.name) or c(e, *a), raising=False)
-    CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], reload="vllm")
+    CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], engines="vllm")
     assert sorted(asked) == ["SGLang", "Tiny", "llama.cpp", "transformers", "vLLM"]
 
 
 def test_an_unknown_engine_is_refused_with_the_names_of_all(tiny_engine, tiny_llama):
     with pytest.raises(
-        CalibrationError, match=r"Got 'other', expected 'default', 'dequantize', 'vllm', .*'tiny', 'unch"
+        CalibrationError, match=r"Got 'other', expected 'transformers', 'dequantize', 'vllm', .*'tiny', 'unch"
     ):
-        CalibrationSession(tiny_llama(), "W8A8", reload="other")
+        CalibrationSession(tiny_llama(), "W8A8", engines="other")

@@ -87,7 +87,7 @@ def test_vllm_gives_what_transformers_gives(model, tmp_path, name):
     scheme, options, dtype = CASES[name]
     folder = saved(model, tmp_path / "before")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
-    with CalibrationSession(model, scheme, ignore=["lm_head"], reload="vllm", **options) as session, torch.no_grad():
+    with CalibrationSession(model, scheme, ignore=["lm_head"], engines="vllm", **options) as session, torch.no_grad():
         for block in blocks(2, 4) if session.needs_data else ():
             model(block)
     export_checkpoint(model, tmp_path / "checkpoint")
@@ -101,7 +101,7 @@ def test_vllm_reads_negative_scales_as_this_package_does(model, tmp_path, bits, 
     model = AutoModelForCausalLM.from_pretrained(saved(model, tmp_path / "before"), dtype=torch.bfloat16).eval()
     signed = {"weight": {"name": "memoryless_mse", "signed": True}}
     scheme = {"weights": {"num_bits": bits, "group_size": 64}}
-    with CalibrationSession(model, scheme, ignore=["lm_head"], reload="vllm", observers=signed) as session:
+    with CalibrationSession(model, scheme, ignore=["lm_head"], engines="vllm", observers=signed) as session:
         pass
     negative = [float((v < 0).float().mean()) for n, v in session.qparams.items() if n.endswith("weight_scale")]
     assert min(negative) > 0.2

@@ -73,7 +73,7 @@ def unrounded(module):
 def written(model, ids, scheme, options, folder):
     model.eval()
     options = {"ignore": ["lm_head"], **options}
-    with CalibrationSession(model, scheme, reload="unchecked", **options) as session:
+    with CalibrationSession(model, scheme, engines="unchecked", **options) as session:
         if session.needs_data:
             model(ids)
     export_checkpoint(model, folder)

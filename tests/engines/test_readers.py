@@ -67,15 +67,15 @@ def test_llama_cpp_takes_one_scheme_or_several_of_nvfp4(tiny_llama):
 
 
 @pytest.mark.parametrize(
-    ("reload", "scheme", "message"),
+    ("engine", "scheme", "message"),
     [
         ("sglang", "NVFP4", "below CUDA 10.0 SGLang leaves the inputs alone"),
         ("llama.cpp", "W8A8", "llama.cpp leaves the inputs alone"),
     ],
 )
-def test_what_a_reader_computes_in_another_way_is_a_warning(reload, scheme, message, tiny_llama):
+def test_what_a_reader_computes_in_another_way_is_a_warning(engine, scheme, message, tiny_llama):
     with pytest.warns(CalibrationWarning, match=message):
-        plan(tiny_llama(torch.bfloat16), scheme, reload, ignore="lm_head")
+        plan(tiny_llama(torch.bfloat16), scheme, engine, ignore="lm_head")
 
 
 def test_sglang_has_rules_for_experts_of_its_own():

@@ -40,15 +40,15 @@ EMBEDDING_FP8 = {"weights": FP8_WEIGHTS}
         ),
     ],
 )
-@pytest.mark.parametrize("reload", ["default", "dequantize", "unchecked"])
+@pytest.mark.parametrize("engine", ["transformers", "dequantize", "unchecked"])
 def test_what_transformers_cannot_load_back_is_refused_with_the_way_out(
-    tiny_llama, scheme, dtype, options, message, reload
+    tiny_llama, scheme, dtype, options, message, engine
 ):
     options = options or {"ignore": "lm_head"}
-    if reload != "default":
-        plan(tiny_llama(dtype), scheme, reload, **options)
+    if engine != "transformers":
+        plan(tiny_llama(dtype), scheme, engine, **options)
         return
-    with pytest.raises(CalibrationError, match=rf'{message}.*reload="unchecked"'):
+    with pytest.raises(CalibrationError, match=rf'{message}.*engines="unchecked"'):
         plan(tiny_llama(dtype), scheme, **options)
 
 
@@ -67,24 +67,24 @@ def test_what_transformers_can_load_back_is_planned(tiny_llama, scheme, dtype, o
     assert plan(tiny_llama(dtype), scheme, **(options or {"ignore": "lm_head"})).targets
 
 
-@pytest.mark.parametrize(("reload", "refused"), [("default", False), ("dequantize", True), ("unchecked", False)])
-def test_several_schemes_cannot_be_dequantized(tiny_llama, reload, refused):
+@pytest.mark.parametrize(("engine", "refused"), [("transformers", False), ("dequantize", True), ("unchecked", False)])
+def test_several_schemes_cannot_be_dequantized(tiny_llama, engine, refused):
     scheme = {"FP8": ["re:.*mlp.*_proj"], "W4A16": ["re:.*self_attn.*_proj"]}
     if not refused:
-        plan(tiny_llama(), scheme, reload)
+        plan(tiny_llama(), scheme, engine)
         return
     with pytest.raises(
-        CalibrationError, match=r"several schemes. Remedy: reload=\"default\", or .*reload=\"unchecked\""
+        CalibrationError, match=r"several schemes. Remedy: engines=\"transformers\", or .*engines=\"unchecked\""
     ):
-        plan(tiny_llama(), scheme, reload)
+        plan(tiny_llama(), scheme, engine)
 
 
-@pytest.mark.parametrize("reload", ["default", "dequantize"])
+@pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 @pytest.mark.parametrize("scheme", ["W8A8", {"inputs": {"targets": ["Conv1D"], "input_activations": {"num_bits": 8}}}])
-def test_what_compressed_tensors_cannot_store_is_refused_in_a_transformers_model(scheme, reload):
+def test_what_compressed_tensors_cannot_store_is_refused_in_a_transformers_model(scheme, engine):
     model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(CalibrationError, match=r"modules only.*c_attn \(Conv1D\).*load_checkpoint"):
-        plan(model, scheme, reload, **({"targets": "Conv1D"} if scheme == "W8A8" else {}))
+        plan(model, scheme, engine, **({"targets": "Conv1D"} if scheme == "W8A8" else {}))
 
 
 @pytest.mark.parametrize(("rows", "group_size"), [(8, 64), (9, 64), (8, 128)])

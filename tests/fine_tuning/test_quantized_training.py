@@ -66,7 +66,7 @@ def test_a_learned_scale_gets_a_gradient_and_starts_at_the_calibrated_value(mlp)
 )
 def test_almost_every_weight_of_a_model_gets_a_gradient(scheme):
     x = torch.randn(2, 3, 128)
-    model = calibrated(two_layers(), scheme, x, reload="unchecked")
+    model = calibrated(two_layers(), scheme, x, engines="unchecked")
     train_quantized(model)
     model(x).square().mean().backward()
     assert all((parameter.grad != 0).double().mean() > 0.95 for parameter in model.parameters())
@@ -76,7 +76,7 @@ def test_almost_every_weight_of_a_model_gets_a_gradient(scheme):
 def test_training_reaches_at_most_half_the_loss_of_compressed_tensors_own_wrapper(scheme):
     x = torch.randn(64, 1, 128)
     y = torch.sin(3 * x @ torch.randn(128, 128) / 128**0.5)
-    model = calibrated(two_layers(), scheme, x, reload="unchecked")
+    model = calibrated(two_layers(), scheme, x, engines="unchecked")
     theirs = as_compressed_tensors_runs(model)
     train_quantized(model)
     losses = []
@@ -170,7 +170,7 @@ def test_a_linear_model_compiles_without_a_graph_break(scheme, learned):
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4", "MXFP4"])
 def test_a_model_of_floating_point_formats_compiles_without_a_graph_break(scheme):
     x = torch.randn(2, 3, 128)
-    model = calibrated(two_layers(), scheme, x, reload="unchecked")
+    model = calibrated(two_layers(), scheme, x, engines="unchecked")
     train_quantized(model)
     torch.compiler.reset()
     grads = []

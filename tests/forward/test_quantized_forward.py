@@ -33,7 +33,7 @@ SCHEMES = ["W8A8", "INT8_STATIC", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W4A16", "W
 @pytest.mark.parametrize("scheme", [*SCHEMES, OUTPUTS], ids=[*SCHEMES, "outputs"])
 def test_the_numbers_are_those_of_compressed_tensors_own_forward(scheme, dtype):
     x = torch.randn(2, 3, 128, dtype=dtype)
-    model = calibrated(two_layers().to(dtype), scheme, x, reload="unchecked")
+    model = calibrated(two_layers().to(dtype), scheme, x, engines="unchecked")
     with torch.no_grad():
         expected = as_compressed_tensors_runs(model)(x)
         with quantized(model):
@@ -45,7 +45,7 @@ def test_the_numbers_are_those_of_compressed_tensors_own_forward(scheme, dtype):
 @pytest.mark.parametrize("scheme", ["W8A8", "INT8_STATIC", "NVFP4", "W4A16"])
 def test_under_autocast_the_numbers_are_those_of_compressed_tensors_own_forward(scheme):
     x = torch.randn(2, 3, 128)
-    model = calibrated(two_layers(), scheme, x, reload="unchecked")
+    model = calibrated(two_layers(), scheme, x, engines="unchecked")
     train_quantized(model)
     with torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():

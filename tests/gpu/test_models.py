@@ -152,7 +152,7 @@ def test_training_through_the_quantization_has_the_cpus_losses(device, train):
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "W4A16", "NVFP4"])
 def test_a_compiled_training_step_has_the_eager_gradients(device, scheme):
     x = torch.randn(2, 3, 128, device=device)
-    model = calibrated(two_layers().to(device), scheme, x, reload="unchecked")
+    model = calibrated(two_layers().to(device), scheme, x, engines="unchecked")
     train_quantized(model)
     torch.compiler.reset()
     gradients = []

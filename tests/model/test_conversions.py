@@ -35,15 +35,15 @@ def make(kind: str, **own):
     return model, {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
 
 
-def difference_after_loading(model: nn.Module, inputs, folder, scheme, reload="default", **options) -> float:
+def difference_after_loading(model: nn.Module, inputs, folder, scheme, engines="transformers", **options) -> float:
     options = {"ignore": [], **options}
-    with torch.no_grad(), CalibrationSession(model, scheme, reload=reload, **options) as session:
+    with torch.no_grad(), CalibrationSession(model, scheme, engines=engines, **options) as session:
         if session.needs_data:
             model(**inputs)
     with torch.no_grad(), quantized(model):
         expected = model(**inputs).logits
     export_checkpoint(model, folder)
-    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if reload == "dequantize" else {}
+    how = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if engines == "dequantize" else {}
     loaded = type(model).from_pretrained(folder, dtype="auto", **how).eval()
     with torch.no_grad():
         return (loaded(**inputs).logits - expected).abs().max().item()
@@ -66,8 +66,8 @@ def test_q_k_and_v_that_are_one_in_files_may_stay_in_full_precision(tmp_path):
 def test_weights_that_are_one_in_files_cannot_be_dequantized(kind, scheme):
     model, _ = make(kind)
     ignore = ["lm_head"] * ("Causal" in kind)
-    with pytest.raises(CalibrationError, match=r"cannot dequantize weights that it merges.*_proj.*\"default\""):
-        CalibrationSession(model, scheme, reload="dequantize", ignore=ignore)
+    with pytest.raises(CalibrationError, match=r"cannot dequantize weights that it merges.*_proj.*\"transformers\""):
+        CalibrationSession(model, scheme, engines="dequantize", ignore=ignore)
 
 
 @pytest.mark.filterwarnings("ignore::lightning_obs.CalibrationWarning")
@@ -88,7 +88,7 @@ def test_a_module_whose_forward_has_more_arguments_is_refused(tmp_path):
     with pytest.raises(CalibrationError, match=r"embed_positions \(OPTLearnedPositionalEmbedding\)"):
         CalibrationSession(model, scheme, targets=["Linear", "Embedding"])
     CalibrationSession(model, scheme, targets=["Linear", "Embedding"], ignore=["re:.*embed_positions"])
-    options = {"targets": ["Linear", "Embedding"], "reload": "unchecked"}
+    options = {"targets": ["Linear", "Embedding"], "engines": "unchecked"}
     with pytest.raises(TypeError, match="unexpected keyword argument"):  # where it does fail
         difference_after_loading(model, inputs, tmp_path / "m", scheme, **options)
 
@@ -113,14 +113,14 @@ def test_names_of_modules_that_are_one_in_files_are_their_own():
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8"])
-@pytest.mark.parametrize("reload", ["default", "dequantize"])
-def test_an_architecture_whose_loader_splits_a_weight_that_it_has_not_is_refused(scheme, reload):
+@pytest.mark.parametrize("engine", ["transformers", "dequantize"])
+def test_an_architecture_whose_loader_splits_a_weight_that_it_has_not_is_refused(scheme, engine):
     model, _ = make("dinov2 ImageClassification")
     with pytest.raises(
         CalibrationError, match=r"splits these weights.*Dinov2ForImageClassification.*weights_in\.weight"
     ):
-        CalibrationSession(model, scheme, reload=reload)
-    CalibrationSession(model, scheme, reload="unchecked")
+        CalibrationSession(model, scheme, engines=engine)
+    CalibrationSession(model, scheme, engines="unchecked")
 
 
 def test_the_loader_does_fail_on_it(tmp_path):
@@ -140,7 +140,7 @@ def test_the_same_architecture_with_these_weights_is_loaded(tmp_path):
 )
 def test_packed_weights_that_a_class_initializes_are_refused_and_load_dequantized(kind, where, tmp_path):
     model, inputs = make(kind)
-    expected = rf"packed weights of {type(model).__name__}.*{where}.*no attribute 'weight'.*reload=\"dequantize\""
+    expected = rf"packed weights of {type(model).__name__}.*{where}.*no attribute 'weight'.*engines=\"dequantize\""
     with pytest.raises(CalibrationError, match=expected):
         CalibrationSession(model, W4)
     CalibrationSession(model, "FP8_DYNAMIC")

@@ -172,7 +172,7 @@ def test_a_scale_takes_the_dtype_of_the_weight_and_a_global_scale_stays_fp32(mlp
 
 def test_moving_a_calibrated_model_to_bfloat16_does_not_round_its_global_scales():
     model = nn.Sequential(nn.Linear(32, 32))
-    calibrate(model, "NVFP4", torch.randn(4, 32), reload="unchecked")
+    calibrate(model, "NVFP4", torch.randn(4, 32), engines="unchecked")
     before = {name: value.clone() for name, value in read_qparams(model[0]).items() if "global" in name}
     model.to(torch.bfloat16)
     assert set(before) == {"weight_global_scale", "input_global_scale"}

@@ -167,7 +167,7 @@ INT4 = {"weights": {"num_bits": 4, "strategy": "channel"}, "input_activations": 
 
 def test_rounding_by_inputs_is_proposed_for_a_linear_and_not_for_a_convolution(tmp_path):
     linear = steps_after(validated(Plain(), CalibrationCallback(INT4)), tmp_path)
-    pictures = CalibrationCallback(INT4, targets=["Conv2d"], reload="unchecked")
+    pictures = CalibrationCallback(INT4, targets=["Conv2d"], engines="unchecked")
     convolution = steps_after(validated(Pictures(), pictures), tmp_path)
     assert "rounding" in linear
     assert "rounding" not in convolution

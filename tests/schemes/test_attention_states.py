@@ -89,7 +89,7 @@ def test_what_cannot_be_meant_is_refused_without_a_model(arguments, message):
             "every attention module of a model or in none: model.layers.1",
         ),
         ({"scheme": attention(), "ignore": ["re:.*1.self_attn$"]}, "or in none: model.layers.1.self_attn. Remedy"),
-        ({"kv_cache": "FP8", "reload": "dequantize"}, "drops the quantization of attention states.*reload=.default"),
+        ({"kv_cache": "FP8", "engines": "dequantize"}, "drops the quantization of attention.*engines=.transformers"),
     ],
 )
 def test_what_attention_cannot_have_is_refused(arguments, message, tiny_llama):

@@ -35,7 +35,7 @@ def test_stacked_experts_can_be_left_on_purpose(options):
 def test_every_projection_of_every_expert_is_a_target():
     model = tiny_moe("mixtral")
     linearize_experts(model)
-    session = CalibrationSession(model, "FP8", ignore=["lm_head"], reload="unchecked")
+    session = CalibrationSession(model, "FP8", ignore=["lm_head"], engines="unchecked")
     names = {t.name for t in session.plan.targets if "experts" in t.name}
     assert names == {
         f"model.layers.{n}.mlp.experts.{i}.w{p}" for n in (0, 1) for i in range(EXPERTS) for p in (1, 2, 3)
@@ -46,7 +46,7 @@ def test_a_gate_that_vllm_does_not_quantize_is_warned_of():
     model = tiny_moe("qwen2_moe")
     linearize_experts(model)
     with pytest.warns(CalibrationWarning, match=r"routers or gates.*model\.layers\.0\.mlp\.shared_expert_gate"):
-        CalibrationSession(model, "FP8", ignore=["lm_head"], reload="unchecked")
+        CalibrationSession(model, "FP8", ignore=["lm_head"], engines="unchecked")
 
 
 def test_a_part_of_a_layer_s_experts_is_warned_of():
@@ -57,21 +57,25 @@ def test_a_part_of_a_layer_s_experts_is_warned_of():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "reload", "message"),
+    ("scheme", "engine", "message"),
     [
-        ("FP8", "default", r"does not quantize what they read.*experts\.0\..*reload=\"dequantize\".*\"unchecked\""),
-        ("FP8_DYNAMIC", "default", r"does not quantize what they read"),
+        (
+            "FP8",
+            "transformers",
+            r"does not quantize what they read.*experts\.0\..*engines=\"dequantize\".*\"unchecked\"",
+        ),
+        ("FP8_DYNAMIC", "transformers", r"does not quantize what they read"),
         ("W8A8", "dequantize", r"cannot load experts in this format.*int-quantized.*\"unchecked\""),
         ("NVFP4A16", "dequantize", r"cannot load experts in this format.*nvfp4"),
         (W4A16_ASYM, "dequantize", r"cannot load experts in this format.*pack-quantized"),
         (FP8_BLOCK, "dequantize", r"cannot load experts in this format.*FP8 per tensor or channel"),
     ],
 )
-def test_what_transformers_cannot_load_is_refused_before_calibration(scheme, reload, message):
+def test_what_transformers_cannot_load_is_refused_before_calibration(scheme, engine, message):
     model = tiny_moe("qwen3_moe", torch.bfloat16)
     linearize_experts(model)
     with pytest.raises(CalibrationError, match=message):
-        CalibrationSession(model, scheme, ignore=["lm_head"], reload=reload)
+        CalibrationSession(model, scheme, ignore=["lm_head"], engines=engine)
 
 
 @pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*experts"]])
@@ -79,7 +83,7 @@ def test_linear_experts_of_an_architecture_whose_files_hold_stacks_are_refused(i
     model = tiny_moe("gpt_oss")
     linearize_experts(model)
     with pytest.raises(CalibrationError, match=r"one by one into GptOssForCausalLM.*mlp\.experts.*\"unchecked\""):
-        CalibrationSession(model, W4A16_32, ignore=ignore, reload="dequantize")
+        CalibrationSession(model, W4A16_32, ignore=ignore, engines="dequantize")
 
 
 @pytest.mark.parametrize("ignore", ["re:.*experts.0", "re:.*down_proj"])
@@ -97,7 +101,7 @@ def test_experts_left_in_full_precision_do_not_load_beside_all_formats(scheme, l
     if linear:
         linearize_experts(model)
     with pytest.raises(CalibrationError, match=r"experts in full precision beside.*model\.layers\.0\.mlp\.experts"):
-        CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"], reload="dequantize")
+        CalibrationSession(model, scheme, ignore=["lm_head", "re:.*experts.*"], engines="dequantize")
 
 
 def test_experts_stay_in_full_precision_beside_fp8_and_its_kv_cache_but_not_beside_a_kv_cache_alone():

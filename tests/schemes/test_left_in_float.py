@@ -102,7 +102,7 @@ def test_tied_weights_count_once_where_they_are_offloaded(tmp_path):
     said = []
     for load in (in_memory, on_cpu):
         model = load(tmp_path / "source", tmp_path)
-        with CalibrationSession(model, {"group": scale_per_pair}, ignore=["lm_head"], reload="unchecked"):
+        with CalibrationSession(model, {"group": scale_per_pair}, ignore=["lm_head"], engines="unchecked"):
             pass
         with pytest.warns(CalibrationWarning, match="not smaller than the model") as warnings:
             export_checkpoint(model, tmp_path / load.__name__)

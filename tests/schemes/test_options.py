@@ -110,7 +110,7 @@ WRITTEN = {
     "ignore": ["lm_head", "re:.*mlp"],
     "observers": {"input": {"name": "minmax", "averaging_constant": 0.05}},
     "on_missing": "siblings",
-    "reload": "unchecked",
+    "engines": "unchecked",
     "calibrate_all_experts": True,
     "fused_sets": [["a_proj", "b_proj"]],
     "join_fused_scales": True,
@@ -125,12 +125,15 @@ WRITTEN = {
             r"on_missing\. Got 'wran' \(did you mean `warn`\?\), expected 'error', 'warn', 'siblings'",
         ),
         ({"on_missing": None}, r"on_missing\. Got None"),
-        ({"reload": ["vllm"]}, r"reload\. Got \['vllm'\] \(did you mean `vllm`\?\)"),
+        ({"engines": ["vlm"]}, r"engines\. Got 'vlm' \(did you mean `vllm`\?\)"),
         ({"targets": 3}, r"targets\. Got 3, expected a name, or a list of names"),
         ({"ignore": None}, r"ignore\. Got None, expected a name, or a list of names"),
         ({"engines": ["vllm", 3]}, r"engines\. Got \['vllm', 3\], expected a name, or a list of names"),
         ({"fused_sets": [3]}, r"fused_sets\. Got \[3\], expected a list of lists of names"),
-        ({"reload": "tgi"}, r"reload\. Got 'tgi', expected 'default', 'dequantize', 'vllm', 'sglang', .*'unchecked'"),
+        (
+            {"engines": "tgi"},
+            r"engines\. Got 'tgi', expected 'transformers', 'dequantize', 'vllm', 'sglang', .*'unchecked'",
+        ),
         ({"fused_sets": ["a_proj", "b_proj"]}, r"fused_sets\. Got .*expected a list of lists of names"),
         ({"fused_sets": [["a_proj"]]}, r"not a fused set"),
         (
@@ -181,10 +184,10 @@ def test_options_can_be_changed_into_others():
     assert other.label == "FP8 + float8 tensor kv cache"
     assert (options.ignore, options.kv_cache) == (["a"], None)
     assert CalibrationOptions.of(options) == options
-    with pytest.raises(CalibrationError, match="reload"):
-        CalibrationOptions.of(options, reload="never")
-    assert CalibrationCallback(options, reload="unchecked").options == CalibrationOptions.of(
-        options, reload="unchecked"
+    with pytest.raises(CalibrationError, match="engines"):
+        CalibrationOptions.of(options, engines="never")
+    assert CalibrationCallback(options, engines="unchecked").options == CalibrationOptions.of(
+        options, engines="unchecked"
     )
 
 

@@ -74,7 +74,7 @@ def quantization(folder):
 @pytest.mark.parametrize("scheme", DATA_FREE)
 def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
     source, name = tiny_llama(tmp_path / "llama", tied), scheme.partition(" ")[0]
-    options = {"ignore": IGNORE, "observers": DATA_FREE[scheme], "reload": "unchecked"}
+    options = {"ignore": IGNORE, "observers": DATA_FREE[scheme], "engines": "unchecked"}
     expected = in_memory(source, tmp_path / "memory", name, **options)
     result = quantize_checkpoint(source, tmp_path / "files", name, **options)
     assert len(result.modules) == 14
@@ -89,7 +89,7 @@ def test_experts_are_those_of_an_export_from_memory(kind, own_names, tmp_path):
     model.save_pretrained(tmp_path / "hub")
     model.save_pretrained(tmp_path / "moe", save_original_format=not own_names)
     routers = ["re:.*router"] if kind in ("gpt_oss", "granitemoe", "llama4_text") else []
-    options = {"ignore": [*IGNORE, *routers], "reload": "unchecked"}
+    options = {"ignore": [*IGNORE, *routers], "engines": "unchecked"}
     expected = in_memory(tmp_path / "hub", tmp_path / "memory", W4A16_32, **options)
     quantize_checkpoint(tmp_path / "moe", tmp_path / "files", W4A16_32, **options)
     assert sums(tmp_path / "files") == sums(expected)

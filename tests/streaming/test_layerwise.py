@@ -63,7 +63,7 @@ def require_same(found, expected):
         ("W4A16", {"observers": {"weight": "imatrix_mse"}}),
         ("W4A16", GPTQ),
         ("FP8", {"kv_cache": "FP8_HEAD"}),
-        ("FP8", {"ignore": [], "reload": "unchecked"}),
+        ("FP8", {"ignore": [], "engines": "unchecked"}),
     ],
     ids=["FP8", "histogram", "NVFP4", "data-free", "imatrix", "gptq", "kv cache", "head too"],
 )
@@ -95,7 +95,7 @@ def test_experts_are_those_of_an_export_from_memory(kind, scheme, options, tmp_p
         pytest.skip("its experts read tokens that are multiplied by the router's weight")
     tiny_moe(kind, torch.bfloat16).save_pretrained(tmp_path / "moe")
     ignore = [*IGNORE, "re:.*router"] if kind == "llama4_text" else IGNORE
-    options = {"reload": "unchecked", **options, "ignore": ignore}
+    options = {"engines": "unchecked", **options, "ignore": ignore}
     expected, in_one = in_memory(tmp_path / "moe", tmp_path / "memory", make_batches(), scheme, **options)
     result = calibrate_layerwise(tmp_path / "moe", make_batches(), scheme, tmp_path / "out", **options)
     require_same(tmp_path / "out", expected)
@@ -208,7 +208,7 @@ def test_padding_is_kept_out(tmp_path):
 
 def test_modules_that_no_data_reached_stay_in_full_precision(tmp_path):
     tiny_moe("mixtral", torch.bfloat16, num_local_experts=16).save_pretrained(tmp_path / "moe")
-    options = {"ignore": IGNORE, "on_missing": "warn", "reload": "unchecked"}
+    options = {"ignore": IGNORE, "on_missing": "warn", "engines": "unchecked"}
     batch = [{"input_ids": torch.ones(1, 1, dtype=torch.long)}]
     with pytest.warns(UserWarning, match="left in full precision"):
         expected, in_one = in_memory(tmp_path / "moe", tmp_path / "memory", batch, "FP8", **options)
@@ -276,7 +276,9 @@ def test_a_model_whose_blocks_read_keys_of_others_is_refused(tmp_path):
     t.Gemma3nForCausalLM(config).save_pretrained(tmp_path / "source")
     expected = r"cannot be run block by block: Gemma3nForCausalLM. Got block 2 fails alone: KeyError.*device_map"
     with pytest.raises(CalibrationError, match=expected):
-        calibrate_layerwise(tmp_path / "source", make_batches(1), "FP8", tmp_path / "out", reload="unchecked", **STATIC)
+        calibrate_layerwise(
+            tmp_path / "source", make_batches(1), "FP8", tmp_path / "out", engines="unchecked", **STATIC
+        )
     assert not (tmp_path / "out").exists()
 
 

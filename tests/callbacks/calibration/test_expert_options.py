@@ -37,7 +37,7 @@ def validate(callback):
 def test_all_experts_are_calibrated_and_metrics_keep_their_values():
     torch.manual_seed(0)
     _, without = validate(L.Callback())
-    callback = CalibrationCallback("FP8", ignore="lm_head", reload="dequantize", calibrate_all_experts=True)
+    callback = CalibrationCallback("FP8", ignore="lm_head", engines="dequantize", calibrate_all_experts=True)
     torch.manual_seed(0)
     module, with_callback = validate(callback)
     assert with_callback == without

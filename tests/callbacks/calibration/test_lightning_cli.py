@@ -67,7 +67,7 @@ def test_every_option_of_calibration_can_stand_in_yaml(tmp_path):
         "dataloaders": [0],
         "show": False,
         "on_missing": "warn",
-        "reload": "unchecked",
+        "engines": "unchecked",
         "fused_sets": [["a", "b"]],
         "join_fused_scales": True,
         "export_folder": str(tmp_path / "out"),

@@ -172,7 +172,7 @@ def test_scales_that_do_not_change_are_said():
 
 
 def test_what_cannot_be_trained_is_refused(tiny_llama, batches):
-    of_mx = qat("MXFP4A16", ignore=["lm_head"], reload="unchecked")
+    of_mx = qat("MXFP4A16", ignore=["lm_head"], engines="unchecked")
     with pytest.raises(CalibrationError, match=r"no scale of this scheme can be learned.*powers of two \(MX\)"):
         trainer(of_mx).fit(Fast(tiny_llama(torch.bfloat16)), language_data(batches), language_data(batches))
     with pytest.raises(CalibrationError, match=r"train\. Got 'ranges', expected 'weights', 'scales', 'all'"):

@@ -76,7 +76,7 @@ SCHEMES = {
 def test_every_strategy_of_weights_gives_the_qparams_of_one_device(policy, tmp_path):
     """q, k and v share a global scale in NVFP4: that they are found under their names is seen there."""
     cases = [
-        {"scheme": scheme, "input": "static_minmax", "weight": weight, "reload": "unchecked"}
+        {"scheme": scheme, "input": "static_minmax", "weight": weight, "engines": "unchecked"}
         for scheme in SCHEMES.values()
         for weight in ("memoryless_minmax", "memoryless_mse")
     ]
