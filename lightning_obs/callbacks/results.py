@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.deep_copies import DeepCopies
 from lightning_obs.callbacks.logged_results import LoggedResults
@@ -30,8 +31,6 @@ from lightning_obs.report.step import Step
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-    from lightning_obs.calibration.session import CalibrationSession
 
 
 class Results:

@@ -28,11 +28,12 @@ def test_max_batches_are_the_first_ones():
     assert callback.result.input_ranges["net.0"] == ranges(loader(), count=8) != ranges(loader())
 
 
-@pytest.mark.parametrize("wanted", [[1], ["b"]])
+@pytest.mark.parametrize("wanted", [[1], 1, ["val"], "val"])
 def test_only_the_loaders_that_are_named_are_observed(wanted):
     callback = CalibrationCallback("INT8_STATIC", dataloaders=wanted)
-    loaders = {"a": loader(1), "b": loader(2)}
-    trainer(callback).validate(Several(), loaders if wanted == ["b"] else list(loaders.values()), verbose=False)
+    loaders = {"a": loader(1), "val": loader(2)}
+    by_name = wanted in ("val", ["val"])
+    trainer(callback).validate(Several(), loaders if by_name else list(loaders.values()), verbose=False)
     assert callback.result.batches == 4
     assert callback.result.input_ranges["net.0"] == ranges(loader(2))
 
