@@ -193,8 +193,8 @@ def _is_record(value: Any) -> bool:
     classes = type(value).__mro__[:-1]  # without object
     if isinstance(value, (type, Dataset)) or not all(_is_plain_class(cls) for cls in classes):
         return False
-    attributes = getattr(value, "__dict__", None)
-    return bool(attributes) and all(_is_data(attribute) for attribute in attributes.values())
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    return bool(attributes) and all(map(_is_data, attributes.values()))
 
 
 def _is_plain_class(cls: type) -> bool:
