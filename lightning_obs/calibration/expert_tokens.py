@@ -94,10 +94,11 @@ class ExpertWatch:
 
     def attach(self, calls: ObservedCalls, stack: ExitStack) -> None:
         """Register the hooks that count tokens in ``calls``; ``stack`` removes them."""
-        calls.expert_tokens = {name: [0] * len(experts) for name, experts in self.containers.items()}
-        self._faults_of_calls = {name: [] for name in self.containers}
         stack.callback(self._forget_waiting)  # after a call of the model that failed
-        for name in self.containers:
+        calls.expert_tokens = {}
+        for name, experts in self.containers.items():
+            calls.expert_tokens[name] = [0] * len(experts)
+            self._faults_of_calls[name] = []
             self._attach_layer(name, calls, stack)
 
     def _attach_layer(self, name: str, calls: ObservedCalls, stack: ExitStack) -> None:
@@ -155,7 +156,13 @@ class ExpertWatch:
             rows_that_count = self._sent_rows_that_count(mask, self._container_of[name])
             if rows_that_count is None:
                 return observers
-        waiting_observers = [observer for observer in observers if takes_segments(observer)]
+        waiting_observers = []
+        immediate_observers = []
+        for observer in observers:
+            if takes_segments(observer):
+                waiting_observers.append(observer)
+            else:
+                immediate_observers.append(observer)
         if waiting_observers:
             self._waiting_bytes += value.nbytes
         if self._waiting_bytes > _MOST_WAITING_BYTES or any(map(self._is_waiting, waiting_observers)):
@@ -164,7 +171,7 @@ class ExpertWatch:
             activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
             shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
             activations[id(observer)] = _Waiting(observer, *shared)
-        return [observer for observer in observers if observer not in waiting_observers]
+        return immediate_observers
 
     def _is_waiting(self, observer: Observer) -> bool:
         """Whether an activation waits for this observer already: it is called once more in one call of the layer."""
@@ -292,22 +299,25 @@ def _observe_together(activations: Sequence[_Waiting]) -> None:
     """
     tensors: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
-    number_of: dict[int, int] = {}
+    lengths: list[int] = []
+    number_of_tensor: dict[int, int] = {}
+    observers = []
     numbers = []
-    for activation in activations:
-        key = id(activation.value)
-        if key not in number_of:
-            number_of[key] = len(tensors)
-            tensors.append(activation.value)
-            if activation.rows_that_count is not None:
-                masks.append(activation.rows_that_count)
-        numbers.append(number_of[key])
+    for observer, tensor, mask in activations:
+        if id(tensor) not in number_of_tensor:
+            number_of_tensor[id(tensor)] = len(tensors)
+            tensors.append(tensor)
+            if mask is None:
+                lengths.append(len(tensor))
+            else:
+                lengths.append(int(mask.sum()))
+                masks.append(mask)
+        observers.append(observer)
+        numbers.append(number_of_tensor[id(tensor)])
     rows = torch.cat(tensors)
-    lengths = [len(tensor) for tensor in tensors]
     if masks:
         rows = take(rows, torch.cat(masks))
-        lengths = [int(mask.sum()) for mask in masks]
-    observe_segments([activation.observer for activation in activations], rows, lengths, numbers)
+    observe_segments(observers, rows, lengths, numbers)
 
 
 def _mask_of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
@@ -406,13 +416,11 @@ def _union(observer: Observer, reached: Sequence[Observer]) -> Observer:
     args = observer.args.model_copy(update={"observer_kwargs": {}})
     stand_in = StaticMinMaxObserver(observer.base_name, args)
     stand_in.qparams_dtype = observer.qparams_dtype
-    lows = []
-    highs = []
-    for sibling in reached:
-        low, high = sibling.get_min_max()
-        lows.append(low)
-        highs.append(high)
-    device = lows[0].device
-    stand_in.min_vals = torch.stack([low.to(device) for low in lows]).amin(0)
-    stand_in.max_vals = torch.stack([high.to(device) for high in highs]).amax(0)
+    low, high = reached[0].get_min_max()
+    for sibling in reached[1:]:
+        sibling_low, sibling_high = sibling.get_min_max()
+        low = torch.minimum(low, sibling_low.to(low.device))
+        high = torch.maximum(high, sibling_high.to(high.device))
+    stand_in.min_vals = low
+    stand_in.max_vals = high
     return stand_in

@@ -354,7 +354,10 @@ def _stand_ins(observation: Observation) -> dict[Key, Observer]:
 def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
     """Find weights whose columns count alike, because the inputs that should weigh them were all zero, and warn."""
     with_zeros = {id(observer) for observer in settle_zero_inputs(observers.values())}
-    names = [name for (name, _), observer in observers.items() if id(observer) in with_zeros]
+    names = []
+    for (name, _), observer in observers.items():
+        if id(observer) in with_zeros:
+            names.append(name)
     if names:
         warn(
             "all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so the columns "
@@ -378,20 +381,21 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: 
 
     A positive float32 may be zero in float16. Scales of signed observers may be negative.
     """
-    may_be_negative = {f"{name}.{base}_scale" for (name, base), observer in observers.items() if observer.signed}
-    scales: dict[str, torch.Tensor] = {}
+    unsigned: dict[str, torch.Tensor] = {}
+    signed: dict[str, torch.Tensor] = {}
     for name, of_module in qparams.items():
-        for key, value in of_module.items():
+        for key, scale in of_module.items():
             if key.endswith("scale"):
-                scales[f"{name}.{key}"] = value
-    signed = [scale for name, scale in scales.items() if name in may_be_negative]
-    unsigned = [scale for name, scale in scales.items() if name not in may_be_negative]
+                observer = observers.get((name, key.removesuffix("_scale")))
+                may_be_negative = observer is not None and observer.signed
+                scales = signed if may_be_negative else unsigned
+                scales[f"{name}.{key}"] = scale
     # One question for all of them: nearly always all are positive.
-    if all_positive(unsigned) and all_positive(signed, absolute=True):
+    if all_positive(unsigned.values()) and all_positive(signed.values(), absolute=True):
         return
     names = []
-    for name, scale in scales.items():
-        if not all_positive([scale], absolute=name in may_be_negative):
+    for name, scale in (unsigned | signed).items():
+        if not all_positive([scale], absolute=name in signed):
             names.append(f"{name} ({str(scale.dtype).removeprefix('torch.')})")
     raise CalibrationError(
         "scales are not finite and positive",

@@ -50,9 +50,15 @@ class ShardedWeights:
         self.modules = modules
         self.observers = observers
         self.collectives = collectives
-        self._sharded = [key for key, module in modules.items() if place_of(module).groups]
+        self._sharded: list[Key] = []
+        unreachable = []
+        for key, module in modules.items():
+            if place_of(module).groups:
+                self._sharded.append(key)
+                if collectives.size == 1:
+                    unreachable.append(key[0])
         refuse(
-            [name for name, _ in self._sharded] if collectives.size == 1 else [],
+            unreachable,
             "the weight is sharded over ranks, and the session was not told of them",
             remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
         )
@@ -69,10 +75,10 @@ class ShardedWeights:
         Returns:
             The number of collectives, without the gathering of weights.
         """
-        wanted: set[Key] = set()
+        keys_of_this_rank: set[Key] = set()
         if stretch.failure is None:
-            wanted = {key for key in keys if owners[key] == self.collectives.rank}
-        failures = self._observe_sharded(wanted, owners, observe)
+            keys_of_this_rank = {key for key in keys if owners[key] == self.collectives.rank}
+        failures = self._observe_sharded(keys_of_this_rank, owners, observe)
 
         def search(key: Key) -> None:
             if key not in failures:
@@ -91,12 +97,12 @@ class ShardedWeights:
         return shared.collectives
 
     def _observe_sharded(
-        self, wanted: Collection[Key], owners: Mapping[Key, int], observe: Observe
+        self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe
     ) -> dict[Key, Exception | None]:
-        """Gather all sharded weights, and observe the ``wanted`` ones.
+        """Gather all sharded weights, and observe those of ``keys``.
 
         Returns:
-            For each wanted weight that is sharded, the error of observing it, or None. It is not raised here, because
+            For each observed weight, the error of observing it, or None. It is not raised here, because
             the other ranks wait for this rank to gather the next weights.
         """
         failures: dict[Key, Exception | None] = {}
@@ -105,7 +111,7 @@ class ShardedWeights:
             for unit in units:
                 is_last = unit is units[-1]
                 with whole_unit(self.modules[unit[0]]):
-                    self._gather(unit, wanted, is_last, matrices, failures)
+                    self._gather(unit, keys, is_last, matrices, failures)
                     if is_last:  # inside its block: the matrices of the last unit of FSDP1 are views of it
                         self._observe_matrices(matrices, observe, failures)
         return failures
@@ -113,18 +119,18 @@ class ShardedWeights:
     def _gather(
         self,
         unit: _Unit,
-        wanted: Collection[Key],
+        keys: Collection[Key],
         is_last: bool,
         matrices: dict[Key, torch.Tensor],
         failures: dict[Key, Exception | None],
     ) -> None:
-        """Gather a unit's weights, and add the wanted ones to ``matrices``."""
+        """Gather a unit's weights, and add those of ``keys`` to ``matrices``."""
         # The next unit of FSDP1 takes the memory that a view would point to; a weight gathered by FSDP2 is no view.
         is_view = unit_of(self.modules[unit[0]]) is not None
         for key in unit:
             matrix = whole_matrix(self.modules[key])
             assert matrix is not None  # a plan has no weight without a matrix
-            if key in wanted:
+            if key in keys:
                 try:
                     matrices[key] = matrix.clone() if is_view and not is_last else matrix
                 except RuntimeError as error:  # no room for the copy
@@ -147,12 +153,16 @@ class ShardedWeights:
         A unit is gathered in the turns of the rank that owns most of its elements.
         """
         key_of = {self.modules[key]: key for key in sorted(self._sharded)}
-        queues: list[list[_Unit]] = [[] for _ in range(self.collectives.size)]
+        ranks = self.collectives.size
+        queues: dict[int, list[_Unit]] = {rank: [] for rank in range(ranks)}
         for modules in by_unit(key_of):
-            unit = [key_of[module] for module in modules]
-            elements = [0] * self.collectives.size
-            for key in unit:
-                elements[owners[key]] += math.prod(whole_shape(self.modules[key]) or ())
-            queues[elements.index(max(elements))].append(unit)
-        for units in zip_longest(*queues):
+            unit: _Unit = []
+            elements = [0] * ranks
+            for module in modules:
+                key = key_of[module]
+                unit.append(key)
+                elements[owners[key]] += math.prod(whole_shape(module) or ())
+            owner_of_most = elements.index(max(elements))
+            queues[owner_of_most].append(unit)
+        for units in zip_longest(*queues.values()):
             yield [unit for unit in units if unit is not None]

@@ -85,7 +85,7 @@ def make_roundings(
         roundings[key] = WeightRounding(observer.args, qparams[name], hessian, output_hessian)
     if without_inputs:
         warn(
-            "GPTQ needs inputs, and these modules got none, so their weights are rounded to nearest and keep the "
-            f"nearest numbers: {name_list(without_inputs)}"
+            "GPTQ needs inputs, and these modules got none; their weights are rounded to nearest: "
+            f"{name_list(without_inputs)}"
         )
     return roundings

@@ -61,8 +61,8 @@ class CalibrationCallback(SessionCallback):
             whose output has ``logits`` also gets ``quant/divergence``, the mean Kullback-Leibler divergence from the
             unquantized model's predictions [nats], and ``quant/agreement``, the share of positions with the same most
             likely class (``callback.moved``). A number in (0, 1): run that share of each loader's batches. Batches and
-            logits are kept on the CPU for it, up to 2 GiB of each on each rank. Both passes share objects of your own
-            classes; each has its own metrics, tensors, numbers, lists and dicts. Default: False.
+            logits are kept on the CPU for it, up to 2 GiB of each on each rank. Each pass has its own metrics, tensors,
+            numbers, lists, dicts and records of these; both share all other objects. Default: False.
         every_n_epochs (int): in fit, calibrate in the validations of every n-th epoch only (of epochs n, 2n, ...). With
             ``evaluate`` also in the first one; the validations between measure with the latest scales. Default: 1.
         max_batches (int | None): observe at most this many batches of a validation, on each rank; None: all.

@@ -6,7 +6,8 @@ all of this as it was before the first batch, and nobody must see afterwards wha
 So the attributes and buffers of every module are recorded. Metrics of torchmetrics are modules, and their state is
 recorded like any other. Modules stay the same objects: wrappers (DDP, FSDP), compiled code and hooks go on working, and
 ``self.log`` recognizes its metrics. Values of Python's, NumPy's and torch's own types are copied (:meth:`_Copies.of`).
-All other objects are shared by both passes: nobody can say what a copy of a dataset, a lock or a logger would do.
+An object of another class is recorded, in place, where its attributes hold plain data alone, as an ``AverageMeter``'s
+do. All others are shared by both passes: nobody can say what a copy of a dataset, a lock or a logger would do.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import numpy as np
 import torch
 from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from torch import nn
+from torch.utils.data import Dataset
 
 from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
@@ -30,6 +32,8 @@ from lightning_obs.model.wrappers import inside
 #: attributes that stay as they are: the tables of ``nn.Module`` itself, and results of the calibration in between
 _UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR})
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
+#: a flag of classes made by a ``class`` statement (CPython's Py_TPFLAGS_HEAPTYPE)
+_PYTHON_CLASS = 1 << 9
 _RANDOM_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -41,8 +45,8 @@ class ModuleState:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self._namespaces: list[_Namespace] = []
         copies = _Copies()
+        self._namespaces = copies.namespaces
         recorded_modules: set[int] = set()  # by id: metrics define == and hash in their own way
         waiting = [root]
         with torch.inference_mode(False), torch.no_grad():
@@ -61,11 +65,7 @@ class ModuleState:
         # FSDP1 sets whole weights as attributes under the names of the parameters.
         untouched = _UNTOUCHED.union(special_names, module._parameters)
         for values in (vars(module), module._buffers, module._modules):
-            recorded = {}
-            for name, value in values.items():
-                if name not in untouched:
-                    recorded[name] = copies.of(value)
-            self._namespaces.append(_Namespace(values, recorded, untouched))
+            copies.record(values, untouched)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -85,10 +85,10 @@ class ModuleState:
 
 @dataclass(frozen=True)
 class _Namespace:
-    """One of the dicts in which a module holds its attributes, its buffers or its submodules.
+    """A dict in which a module holds its attributes, its buffers or its submodules, or a record its attributes.
 
     Attributes:
-        values: the module's own dict.
+        values: the dict itself.
         recorded: the recorded values.
         untouched: names whose present values stay.
     """
@@ -108,15 +108,20 @@ class _Namespace:
         self.replace(restored)
 
     def replace(self, values: dict[str, Any]) -> None:
-        """Let the module hold these values and no others."""
+        """Let the dict hold these values and no others."""
         self.values.clear()
         self.values.update(values)
 
 
 class _Copies:
-    """Copies of values, in which an object that two values share is again one object."""
+    """Copies of values, in which an object that two values share is again one object.
+
+    Attributes:
+        namespaces: dicts whose values were copied, which stay the same dicts.
+    """
 
     def __init__(self) -> None:
+        self.namespaces: list[_Namespace] = []
         self._copies: dict[int, Any] = {}
         self._originals: list[Any] = []  # kept alive, so that no other object gets the id of one
         self._modules: list[nn.Module] = []
@@ -127,14 +132,27 @@ class _Copies:
         self._modules = []
         return modules
 
+    def record(self, values: dict[str, Any], untouched: frozenset[str] = frozenset()) -> None:
+        """Copy the values of a dict, except the ``untouched`` names; the dict becomes one of ``namespaces``."""
+        recorded: dict[str, Any] = {}
+        self.namespaces.append(_Namespace(values, recorded, untouched))
+        for name, value in values.items():
+            if name not in untouched:
+                recorded[name] = self.of(value)
+
     def of(self, value: Any) -> Any:
         """A copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque and its items.
 
         Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes and of
-        subclasses of these.
+        subclasses of these. The attributes of a record (:func:`_is_record`) become one of ``namespaces``.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
+        if _is_record(value):
+            self._originals.append(value)
+            self._copies[id(value)] = value
+            self.record(vars(value))
+            return value
         copied = self._copy(value)
         if copied is not value:
             self._originals.append(value)
@@ -168,6 +186,31 @@ class _Copies:
         for place in places:
             copied[place] = self.of(value[place])
         return copied
+
+
+def _is_record(value: Any) -> bool:
+    """Whether an object of a class written in Python has attributes of plain data alone: all of its state is there."""
+    classes = type(value).__mro__[:-1]  # without object
+    if isinstance(value, (type, Dataset)) or not all(_is_plain_class(cls) for cls in classes):
+        return False
+    attributes: dict[str, Any] = getattr(value, "__dict__", {})
+    return bool(attributes) and all(map(_is_data, attributes.values()))
+
+
+def _is_plain_class(cls: type) -> bool:
+    """Whether instances keep their state in ``__dict__``: the class is written in Python and has no slots."""
+    return bool(cls.__flags__ & _PYTHON_CLASS) and "__slots__" not in vars(cls) and not issubclass(cls, nn.Module)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is a number, a text, a tensor, an array, or a container of these."""
+    if isinstance(value, dict):
+        return type(value) in _DICTS and all(map(_is_data, value.values()))
+    if type(value) in (list, tuple, set, deque):
+        return all(map(_is_data, value))
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        return True
+    return type(value) is np.ndarray or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))
 
 
 def _belongs_to_torch(module: nn.Module) -> bool:

@@ -178,7 +178,7 @@ def _attention_function(model: Any) -> Iterator[None]:
 
 
 def _refuse_other_function(model: Any, original: str) -> None:
-    """Refuse a model whose attention function differs from that of another model in a block."""
+    """Refuse a model while another model, with a different attention function, is in a block."""
     used = model.config._attn_implementation
     other_models = [other_model for other_model in _function_blocks.open if other_model is not model]
     if other_models and original != used:

@@ -24,7 +24,7 @@ from lightning_obs.model.offload import at_rest, execution_device
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """A block in which every module is in evaluation mode; then modes, buffers and random numbers are as before.
 
-    Buffers of dispatched modules are not restored. What a ``forward`` writes elsewhere is the user's.
+    Buffers of dispatched modules are not restored. Other state that a ``forward`` changes is not restored either.
     """
     buffers = _copies_of_buffers(model)
     with in_evaluation_mode(model), random_numbers_restored(model):

@@ -78,7 +78,10 @@ def _refused(part: str, got: str) -> CalibrationError:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Lets ``deepcopy`` copy every tensor: torch refuses those with a history, and copies inference tensors as such."""
+    """Lets ``deepcopy`` copy every tensor, to a tensor without a history that is no inference tensor.
+
+    torch refuses to copy tensors with a history, and copies inference tensors to inference tensors.
+    """
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__deepcopy__:

@@ -1,8 +1,8 @@
 """Run modules through fake quantization: calibrated ones inside :func:`quantized`, and a model in training.
 
 A module's ``forward`` is replaced, on the instance, by one that quantizes and dequantizes input, weight and output with
-gradients, in validation as in training; its numbers are bit for bit those of compressed-tensors' and of the exported
-checkpoint. ``state_dict``, ``parameters()`` and ``buffers()`` of the model do not change.
+gradients, in validation as in training; its numbers equal compressed-tensors' and the exported checkpoint's bit for
+bit. ``state_dict``, ``parameters()`` and ``buffers()`` of the model do not change.
 
 Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`.quantized_tensors`), it quantizes every
 module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
@@ -56,10 +56,10 @@ _claiming = Lock()
 def quantized(model: nn.Module) -> Iterator[nn.Module]:
     """Run a calibrated model through fake quantization inside the ``with`` block.
 
-    Weights and activations of calibrated modules are quantized and dequantized at each forward, so outputs are those of
-    the exported checkpoint. Weights are not changed; LoRA adapters that stand beside a weight are a part of it. Blocks
-    nest. No calibration observes calls inside, so ``validation_step`` can log a metric of the quantized model. A copy
-    that is made inside has the scales and runs in full precision, until it is run in a block of its own.
+    Weights and activations of calibrated modules are quantized and dequantized at each forward, so outputs are the
+    exported checkpoint's. Weights are not changed; LoRA adapters beside a weight are a part of it. Blocks nest. No
+    calibration observes calls inside, so ``validation_step`` can log a metric of the quantized model. A copy that is
+    made inside has the scales and runs in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all

@@ -54,7 +54,7 @@ class Quantization:
     """How a module runs quantized."""
 
     switch: Switch = field(default_factory=Switch)
-    #: the forward that the instance had itself (a wrapper of somebody else's); None: the one of its class
+    #: the forward that the instance had itself (a wrapper of somebody else's); None: its class's
     original_forward: Callable[..., Any] | None = None
     #: a forward hook quantizes the output
     output_by_hook: bool = False

@@ -221,7 +221,7 @@ def _failing_module(model: nn.Module, traceback: TracebackType | None) -> str | 
 
 
 def _has_initializer(module: nn.Module) -> bool:
-    """Whether the module's class defines an ``_init_weights`` other than the one of all transformers models."""
+    """Whether the module's class defines an ``_init_weights`` other than transformers' default."""
     for module_class in type(module).__mro__:
         if "_init_weights" in vars(module_class):
             return module_class.__name__ != "PreTrainedModel"

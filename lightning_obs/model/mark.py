@@ -10,7 +10,7 @@ whole ``__dict__``, hooks included, and the hooks of a copy would go on feeding 
 ``copy``, ``deepcopy`` and ``pickle`` look up ``__reduce_ex__`` (``deepcopy`` first ``__deepcopy__``) on the *instance*.
 So an instance with a mark overrides them: they call the method of the class while the instance has a ``__dict__``
 without the mark and without all that the mark says is there for a while. Nothing has to be removed from a copy later,
-and its pickle does not need this package. A copied model gets marks of its own when it is used
+and its pickle does not need this package. A copied model is marked anew when it is used
 (:func:`~lightning_obs.model.weight.register_surroundings`).
 
 Three things are plain attributes of a module instead, because its copies must have them: the quantization parameters
@@ -135,7 +135,7 @@ def mark_of(module: nn.Module) -> Mark | None:
 
 
 def make_mark(module: nn.Module) -> Mark:
-    """The mark of a module, which gets one if it has none."""
+    """The mark of a module; a new one is put on it if it has none."""
     mark = mark_of(module)
     if mark is None:
         mark = Mark(module)

@@ -209,7 +209,7 @@ def test_generating_keeps_no_weights_of_an_offloaded_model(source, tmp_path):
     projection = model.model.layers[0].mlp.up_proj
     with torch.no_grad(), quantized(model), weights_kept(model):
         model(tokens())
-        assert projection.quantized_forward.kept is None
+        assert projection.quantized_forward.weight_cache is None
 
 
 @pytest.mark.parametrize("way", [on_disk, compressed_tensors_cpu], ids=lambda way: way.__name__)

@@ -172,7 +172,7 @@ def test_a_module_without_data_keeps_the_nearest_numbers():
     model = net(torch.float32)
     lenient = {"weight": {"name": "hessian", "strict": False}}
     with (
-        pytest.warns(CalibrationWarning, match=r"keep the nearest numbers: 2"),
+        pytest.warns(CalibrationWarning, match=r"rounded to nearest: 2"),
         CalibrationSession(model, SCHEMES["int4"], observers=lenient, rounding="gptq"),
     ):
         model[0](data(torch.float32))
@@ -197,7 +197,7 @@ def test_experts_without_tokens_keep_the_nearest_numbers(x):
     block = linear_block()
     scheme = {"weights": {"num_bits": 8, "strategy": "channel"}}
     with (
-        pytest.warns(CalibrationWarning, match=r"keep the nearest numbers: .*experts\.3\."),
+        pytest.warns(CalibrationWarning, match=r"rounded to nearest: .*experts\.3\."),
         CalibrationSession(block, scheme, on_missing="siblings", observers=NEAREST, rounding="gptq"),
     ):
         block(x, INDEX)

@@ -9,8 +9,21 @@ from lightning_obs.callbacks.module_state import ModuleState
 
 
 class Meter:
+    """An accumulator as people write it: plain data, in attributes of the object itself."""
+
     def __init__(self):
         self.total = 0.0
+        self.history = []
+
+    def update(self, value):
+        self.total += value
+        self.history.append(value)
+
+
+class Logger:
+    def __init__(self):
+        self.lines = []
+        self.write = self.lines.append
 
 
 class Holder(nn.Module):
@@ -22,6 +35,8 @@ class Holder(nn.Module):
         self.outputs = []
         self.same_outputs = self.outputs
         self.meter = Meter()
+        self.meters = {"val": [Meter()]}
+        self.log_file = Logger()
         self.data = TensorDataset(torch.ones(2))
 
 
@@ -40,8 +55,24 @@ def test_weights_teachers_metrics_and_objects_of_other_classes_stay_the_same_obj
         assert module.meter is meter
         assert module.data is data
         assert module.net.weight is weight
-        module.meter.total += 1
-    assert module.meter.total == 1
+        module.log_file.write("second pass")
+    assert module.log_file.lines == ["second pass"]
+
+
+def test_an_accumulator_of_a_users_class_begins_as_recorded_and_ends_as_the_first_pass_left_it():
+    module = Holder()
+    module.meter.update(1.0)
+    state = ModuleState(module)
+    history = module.meter.history
+    for meter in (module.meter, module.meters["val"][0]):
+        meter.update(2.0)
+    with state.restored():
+        assert vars(module.meter) == {"total": 1.0, "history": [1.0]}
+        assert vars(module.meters["val"][0]) == {"total": 0.0, "history": []}
+        module.meter.update(5.0)
+        module.meter.peak = 5.0
+    assert vars(module.meter) == {"total": 3.0, "history": [1.0, 2.0]}
+    assert module.meter.history is history
 
 
 def test_lists_and_metrics_begin_as_recorded_and_end_as_the_first_pass_left_them():
