@@ -240,15 +240,19 @@ def test_a_teacher_may_lie_on_another_device_than_the_model():
     def distilling(device):
         torch.manual_seed(7)
         teacher = on_device(qat_modules.Regression(), device)
-        return QuantizationAwareTraining("INT8_STATIC", distill=1.0, teacher=teacher, calibration_batches=1)
+        callback = QuantizationAwareTraining("INT8_STATIC", distill=1.0, teacher=teacher, calibration_batches=1)
+        return teacher, callback
 
-    expected, _ = fit(distilling("cpu"))
-    found, callback = fit(distilling(OTHER), **on_trainer_device())
-    assert found.losses == expected.losses
-    assert {parameter.device for parameter in callback.teacher.parameters()} == {OTHER}
-    moved, callback = fit(distilling("cpu"), **on_trainer_device())
-    assert moved.losses == expected.losses
-    assert {parameter.device for parameter in callback.teacher.parameters()} == {DEVICE}
+    _, callback_of_cpu = distilling("cpu")
+    expected, _ = fit(callback_of_cpu)
+    other_teacher, callback = distilling(OTHER)
+    beside_other, _ = fit(callback, **on_trainer_device())
+    assert beside_other.losses == expected.losses
+    assert {parameter.device for parameter in other_teacher.parameters()} == {OTHER}
+    cpu_teacher, callback = distilling("cpu")
+    beside_moved, _ = fit(callback, **on_trainer_device())
+    assert beside_moved.losses == expected.losses
+    assert {parameter.device for parameter in cpu_teacher.parameters()} == {DEVICE}
 
 
 def test_a_copy_of_a_calibrated_model_is_on_the_device():
