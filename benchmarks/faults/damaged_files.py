@@ -40,7 +40,7 @@ from lightning_obs import (
 from lightning_obs.app.data.files import read_documents
 from lightning_obs.app.from_config import names_ignored_by_report
 from lightning_obs.app.models.pretrained import load_pretrained
-from lightning_obs.app.tasks.compare import _row_of
+from lightning_obs.app.tasks.compare import _row_of_report
 from lightning_obs.files.sealed import state_checksum
 
 
@@ -203,7 +203,7 @@ def _observing() -> QuantizationAwareTraining:
 KINDS = [
     Kind("checkpoint of a plain module", _plain_checkpoint, _load_plain),
     Kind("checkpoint on the command line", _transformers_checkpoint, _load_transformers),
-    Kind("report.json of runs=", _report, _row_of, checked=False),
+    Kind("report.json of runs=", _report, _row_of_report, checked=False),
     Kind("report.json of ignore_from=", _report, names_ignored_by_report, checked=False),
     *(
         Kind(f"texts: {suffix}", _texts(suffix), lambda file: list(read_documents(file)), checked=False)

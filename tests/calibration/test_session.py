@@ -82,7 +82,7 @@ def test_observers_and_their_hyperparameters_are_used(mlp):
 
 @pytest.mark.parametrize("name", ["on_missing", "engines"])
 def test_an_unknown_option_value_is_refused(mlp, name):
-    with pytest.raises(CalibrationError, match=rf"{name}. Got 'ignore', expected '(error|default)'"):
+    with pytest.raises(CalibrationError, match=rf"{name}. Got 'ignore', expected '(error|transformers)'"):
         CalibrationSession(mlp, STATIC, **{name: "ignore"})
 
 
