@@ -301,7 +301,7 @@ def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | Non
 def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None) -> Twins:
     """Calibrate every candidate in one pass over the data."""
     twins: Twins = {}
-    before = calibration_of(model)
+    earlier_calibration = calibration_of(model)
     try:
         refuse(
             [t.name for session in sessions.values() for t in session.plan.targets if t.states],
@@ -328,7 +328,7 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
             for target in _calibrated_targets(session):
                 twins.setdefault(target.name, {})[name] = _twin(target.module)
     finally:
-        put_back(before)
+        put_back(earlier_calibration)
     return twins
 
 

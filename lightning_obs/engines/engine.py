@@ -52,15 +52,15 @@ class Hardware:
             return " or newer"
         return "" if self.last == self.cuda else f" to {self.last / 10:.1f}"
 
-    def and_(self, other: Hardware) -> Hardware:
+    def and_(self, second: Hardware) -> Hardware:
         """The hardware that runs both."""
         cpu = ""
-        if self.cpu and other.cpu:
-            cpu = max(self.cpu, other.cpu, key=len)  # "CPU with AMX" asks for more than "CPU"
-        if self.cuda is None or other.cuda is None:
+        if self.cpu and second.cpu:
+            cpu = max(self.cpu, second.cpu, key=len)  # "CPU with AMX" asks for more than "CPU"
+        if self.cuda is None or second.cuda is None:
             return Hardware(None, cpu)
-        cuda = max(self.cuda, other.cuda)
-        last = min((end for end in (self.last, other.last) if end is not None), default=None)
+        cuda = max(self.cuda, second.cuda)
+        last = min((end for end in (self.last, second.last) if end is not None), default=None)
         if last is not None and last < cuda:
             return Hardware(None, cpu)
         return Hardware(cuda, cpu, last)
@@ -127,10 +127,10 @@ class Engine:
                 hardware = hardware.and_(hardware_of_target)
         return hardware
 
-    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
+    def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
         """Remarks for the user, each of which becomes a CalibrationWarning.
 
-        ``chosen``: the checkpoint is written for this engine, which takes it.
+        ``is_target``: the checkpoint is written for this engine, which takes it.
         """
         return iter(())
 
@@ -159,26 +159,32 @@ def engine_of(name: str) -> Engine:
     return engines[name]
 
 
-def ask_engines(planned: PlannedCheckpoint, chosen: Engine, also: Collection[Engine] = ()) -> dict[str, Verdict]:
+def ask_engines(
+    planned: PlannedCheckpoint, target: Engine, further_engines: Collection[Engine] = ()
+) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    A model that is not of transformers has no verdicts: only the chosen engine is asked about it.
-    ``also``: further engines that have to take the checkpoint.
+    A model that is not of transformers has no verdicts: only the target is asked about it.
+
+    Args:
+        planned: the checkpoint.
+        target: the engine that it is written for.
+        further_engines: have to take it, too.
 
     Raises:
-        CalibrationError: the chosen engine, which the checkpoint is for, does not take it, or one of ``also``.
+        CalibrationError: the target, or one of the further engines, does not take it.
     """
-    hardware = chosen.check(planned)
+    hardware = target.check(planned)
     if hardware == Hardware():
-        warn(f"{chosen.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
+        warn(f"{target.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
     for engine in ENGINES.values():
-        for text in engine.remarks(planned, engine is chosen):
+        for text in engine.remarks(planned, engine is target):
             warn(text)
         is_reported = engine.listed and is_transformers_model(planned.model)
-        if engine is chosen and (engine in also or is_reported):
+        if engine is target and (engine in further_engines or is_reported):
             verdicts[engine.name] = Verdict(True, str(hardware or ""))
-        elif engine in also:
+        elif engine in further_engines:
             verdicts[engine.name] = Verdict(True, str(engine.check(planned) or ""))
         elif is_reported:
             verdicts[engine.name] = _verdict(engine, planned)

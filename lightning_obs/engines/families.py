@@ -143,8 +143,8 @@ class FamilyEngine(Engine):
         return family.experts if is_expert else family.linear
 
     @override
-    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
-        if not chosen:
+    def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
+        if not is_target:
             return
         names_by_difference: dict[str, list[str]] = {}
         for target in planned.targets:

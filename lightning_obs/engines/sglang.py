@@ -60,9 +60,9 @@ class SGLang(VLLM):
         return super().check(planned)
 
     @override
-    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
+    def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
         """Only where the checkpoint is for SGLang: vLLM's remarks cover both."""
-        return super().remarks(planned, chosen) if chosen else iter(())
+        return super().remarks(planned, is_target) if is_target else iter(())
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:

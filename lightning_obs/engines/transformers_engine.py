@@ -151,16 +151,16 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
         )
     packed = weights.type == "int" and (weights.num_bits < 8 or target.scheme.input_activations is None)
     if kind_of(target.module).stored_as is nn.Embedding:
-        what = "a packed integer Embedding as it is"
+        weights_text = "a packed integer Embedding as it is"
         instead = "use FP8 for the embedding"
     elif not weights.symmetric:
-        what = "packed asymmetric weights as they are"
+        weights_text = "packed asymmetric weights as they are"
         instead = "use a symmetric scheme (W4A16)"
     else:
         return
     if in_transformers and packed:
         raise CalibrationError(
-            f"transformers 5.23 cannot load {what}",
+            f"transformers 5.23 cannot load {weights_text}",
             where=[target.name],
             remedy=f"{instead}, {_DEQUANTIZED}), or {_UNCHECKED}",
         )

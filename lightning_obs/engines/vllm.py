@@ -90,8 +90,8 @@ class VLLM(FamilyEngine):
         return hardware
 
     @override
-    def remarks(self, planned: PlannedCheckpoint, chosen: bool) -> Iterator[str]:
-        if not chosen:
+    def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
+        if not is_target:
             for refusal in self._refusals(planned):
                 yield str(refusal)
         targets_of_q = [target for target in planned.targets if "q" in target.states]
@@ -104,8 +104,8 @@ class VLLM(FamilyEngine):
                 f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not "
                 f"{', '.join(sorted(patterns))}; transformers loads it."
             )
-        yield from super().remarks(planned, chosen)
-        if targets_of_q and chosen:
+        yield from super().remarks(planned, is_target)
+        if targets_of_q and is_target:
             yield f"{self.release} does not quantize q, only the kv cache: attention will give other numbers there"
 
     @override

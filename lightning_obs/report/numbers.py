@@ -74,9 +74,9 @@ def finite(value: Any, digits: int = 17) -> Any:
     {'loss': [1.0, None]}
     """
     if isinstance(value, Mapping):
-        return {key: finite(each, digits) for key, each in value.items()}
+        return {key: finite(item, digits) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [finite(each, digits) for each in value]
+        return [finite(item, digits) for item in value]
     if isinstance(value, float):
         return float(f"{value:.{digits}g}") if math.isfinite(value) else None
     return value
