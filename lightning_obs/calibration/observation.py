@@ -224,7 +224,11 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
 
 
 def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
-    """Refuse weights whose inputs their observers, or the Hessians for their rounding, cannot take."""
+    """Refuse weights whose inputs their observers, or the Hessians for their rounding, cannot take.
+
+    A weight with a helper for its Hessian needs inputs because of the helper, so the helper is asked in the place of
+    the weight's observer.
+    """
     input_observers = dict(observers)
     for (name, base), helper in helpers.items():
         if base == HESSIAN:

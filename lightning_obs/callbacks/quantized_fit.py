@@ -161,7 +161,7 @@ class QuantizedFit:
             )
 
     def end_training_batch(self) -> None:
-        """Write the ranges after the last of the observed batches."""
+        """Count a training batch; after the last that is observed, its ranges are written, and a line says so."""
         training = self._training
         if training is not None and training.end_training_batch(self._calibration_batches):
             session = training.session

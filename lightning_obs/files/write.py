@@ -75,6 +75,10 @@ def require_free(folder: Path, overwrite: bool) -> None:
 
 
 def _refuse_unmovable(target: Path, folder: Path) -> None:
+    """Refuse to replace a folder (``target``, as the system resolves it) that the process or the system holds in place.
+
+    The error names ``folder``, as the user wrote it.
+    """
     kind = None
     if Path.cwd().is_relative_to(target):
         kind = "the working folder"

@@ -82,7 +82,10 @@ def _undo_setting(mark: Mark, setting: AttributeSetting) -> None:
 
 
 def value_before(module: nn.Module, name: str) -> Any:
-    """An attribute's value from before all :func:`set_attributes` that are in force; None if it had none."""
+    """An attribute's value from before all :func:`set_attributes` that are in force; None if it had none.
+
+    Settings are kept in the order in which they were made, so the first that names the attribute replaced its value.
+    """
     mark = mark_of(module)
     for setting in [] if mark is None else mark.settings:
         if name in setting.names:

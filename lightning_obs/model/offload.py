@@ -85,7 +85,7 @@ def brought_in(module: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _brought_in_by_hook(owner: nn.Module, hook: Any) -> Iterator[None]:
-    """Run accelerate's hook before and after the block, as around a forward of ``owner``."""
+    """Run accelerate's hook before and after the block, as around a forward of ``owner``; called by ``brought_in``."""
     modules = list(owner.modules()) if hook.place_submodules else [owner]
     at_rest_parameters = [dict(module._parameters) for module in modules]
     try:

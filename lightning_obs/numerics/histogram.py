@@ -114,7 +114,7 @@ def linear_bins(found: Support, bins: int) -> tuple[float, float, list[int]]:
 
 
 def median_size(found: Support) -> float:
-    """The magnitude that half of all values do not exceed.
+    """The magnitude that half of all values do not exceed; the report compares it with the largest value.
 
     >>> median_size(Support(torch.tensor([-8.0, -1.0, 0.0, 2.0]), torch.tensor([1, 3, 2, 3])))
     1.0

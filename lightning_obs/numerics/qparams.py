@@ -288,6 +288,8 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
 def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
     """How a weight is rounded once it has scales: options of ``round_by_hessian``; None: to nearest.
 
+    Every observer asks this when it is made, so that a wrong option is refused before there are data.
+
     >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
     {'act_order': True, 'damping': 0.01}
     """

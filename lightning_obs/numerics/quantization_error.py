@@ -1,7 +1,7 @@
 """The error of rounding a tensor to a grid: the sums from which error metrics are computed.
 
-All of them are sums, extremes or counts, so that batches and ranks are merged by addition. A tensor is visited once, in
-tiles that fit the cache, and its quantized form is never kept.
+All of them are sums, counts or extremes, so that batches and ranks are merged by addition, extremes by minimum and
+maximum. A tensor is visited once, in tiles that fit the cache, and its quantized form is never kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ErrorSums(NamedTuple):
     """``sums`` is ``(7,)`` in float64, in the order of :data:`SUMS`; ``low`` and ``high`` are the extremes; ``codes``
     ``(256,)`` in int64, how often each number of the format was used, all 0 where that is not known.
 
-    All lie where the tensor lies: nothing is read by the host.
+    All are on the tensor's device: nothing is read by the host.
     """
 
     sums: torch.Tensor

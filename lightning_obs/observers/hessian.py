@@ -42,8 +42,9 @@ class LocalHessianObserver(ByInputsObserver):
     """The range of least error ``d H d^T``, where H is the block of the inputs' second moments that a scale covers.
 
     ``argmin over p of d H d^T, d = fake_quantize(w, p * expand * range) - w`` per scale, p = 1, 1 - 1/grid, ..., down
-    to ``1 - maxshrink`` (included). For weights of Linear layers, in any strategy. For a scale that covers more than
-    128 columns, H is cut into equal blocks of at most 128 columns, and moments between blocks are left out.
+    to the last whole step before ``1 - maxshrink``. For weights of Linear layers, in any strategy. For a scale that
+    covers more than 128 columns, H is cut into equal blocks of at most 128 columns, and moments between blocks are left
+    out.
 
     Ranges are ``(*Q,)`` in the units of the weight. ``input_hessian`` is the sum of ``x x^T`` over ``input_count``
     tokens, ``(T, t, t)`` in float32: T blocks of t columns, zeros after the last column.

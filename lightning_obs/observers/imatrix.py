@@ -23,8 +23,8 @@ class IMatrixMSEObserver(ByInputsObserver):
     """``memoryless_mse`` with each column's error weighted by the mean square of the input it is multiplied with.
 
     ``argmin over p of sum(E[x_j ** 2] * |fake_quantize(w_j, p * expand * range) - w_j| ** norm)`` per scale, j the
-    input channels, p = 1, 1 - 1/grid, ..., down to ``1 - maxshrink`` (included). For weights of Linear layers; whoever
-    attaches the observer gives it the layer's inputs.
+    input channels, p = 1, 1 - 1/grid, ..., down to the last whole step before ``1 - maxshrink``. For weights of Linear
+    layers; whoever attaches the observer gives it the layer's inputs.
 
     Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight. ``input_squares`` is ``(C,)`` in float64,
     the sum over ``input_count`` tokens: batches and ranks are merged by addition.

@@ -29,7 +29,7 @@ class Registry(RegistryMixin):
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:
-        """The class registered under ``name`` (``-`` and ``_`` are the same).
+        """The class registered under ``name`` (``-`` and ``_`` are the same); called by ``load_from_registry``.
 
         Raises:
             CalibrationError: no such name; the message lists the names there are.

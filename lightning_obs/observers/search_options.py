@@ -44,7 +44,11 @@ class SearchOptions:
 
     @property
     def factors(self) -> list[float]:
-        """The factors on the expanded range to try, in their order: 1, 1 - 1/grid, ... down to ``1 - maxshrink``."""
+        """The factors on the expanded range to try, in their order: 1, 1 - 1/grid, ... down to ``1 - maxshrink``.
+
+        Factors are whole steps of 1/grid. ``to_the_end`` adds the last whole step before ``1 - maxshrink``, and at
+        least one step: with maxshrink=0.64 and grid=36 the factors end at 1 - 23/36 = 0.361.
+        """
         if not self.to_the_end:
             return shrink_factors(self.maxshrink, self.grid)
         steps = max(1, int(self.maxshrink * self.grid))

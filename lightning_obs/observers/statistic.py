@@ -185,7 +185,7 @@ class Statistics:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether anything was observed."""
+        """Whether anything was observed: the statistics of one tensor are set together, so the first tells of all."""
         if self._declares_all:
             for statistic in self.statistics:
                 if not statistic.of_inputs:

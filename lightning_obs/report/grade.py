@@ -157,14 +157,21 @@ def _by_limits(value: float, limits: tuple[float, float]) -> Grade:
 
 
 def _training_signs(report: Report) -> list[Sign]:
-    """Each metric before and after training; a model that training made worse is at most usable."""
+    """Each metric before and after training; a model that training made worse is at most usable.
+
+    A metric of which nobody knows which values are better is not graded, nor one that is not finite.
+    """
     worse = worse_than_calibrated(report)
     signs = []
     for name, calibrated in report.quality.calibrated.items():
         _, after = report.quality.metrics.get(name, (None, None))
         if after is None:
             continue
-        value = metric_text(report.quality.kind_of(name), calibrated, after, _ARROW)
-        grade: Grade = "usable" if name in worse else "good"
-        signs.append(Sign(f"{name} since calibration", value, grade))
+        kind = report.quality.kind_of(name)
+        grade: Grade = "good"
+        if name in worse:
+            grade = "usable"
+        elif not math.isfinite(calibrated) or _worsening(kind, calibrated, after) is None:
+            grade = "not graded"
+        signs.append(Sign(f"{name} since calibration", metric_text(kind, calibrated, after, _ARROW), grade))
     return signs

@@ -208,7 +208,7 @@ def _layers(report: Report) -> Iterable[dict[str, Any]]:
 
 
 def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
-    """Add each layer's share of the loss, and the numbers of a plan, to its row."""
+    """Add each layer's share of the loss, and the numbers of a plan of mixed schemes, to its row."""
     losses = layer_losses(report)
     total = sum(layer.loss for layer in losses)
     if total:

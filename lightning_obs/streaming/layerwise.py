@@ -226,7 +226,8 @@ class _LayerwiseRun:
     def _load_at_first_call(self, name: str, stack: ExitStack) -> None:
         """Load a module outside of blocks at its first call, and keep it until ``stack`` closes.
 
-        Of an embedding that is not quantized, only the rows that tokens look up are loaded.
+        Of an embedding that is not quantized, only the rows that tokens look up are loaded, in each call; its weight
+        stays on the meta device for good.
         """
         module = self._source.model.get_submodule(name)
         if isinstance(module, torch.nn.Embedding) and name not in self._files.quantized:

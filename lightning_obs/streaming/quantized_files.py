@@ -64,7 +64,8 @@ class QuantizedFiles:
         self.quantized = self._find_quantized()
         self.copied = self._find_copied()
         stored = StoredTensors(source.model)
-        #: by name in the model, the name in the new files, also of a module that is left in full precision after all
+        #: by name in the model, the name in the new files: the source's names, and the names that compression gives;
+        #: also of a module that is left in full precision after all
         self.stored_as = source.stored_as | stored.renamed
         self.layout: dict[str, torch.Tensor] = {}
         quantized = set(self.quantized)

@@ -116,6 +116,8 @@ TRAINED = {"was_trained": True}
         (metrics(perplexity=(10.0, 99.0)) | {"moved": SAME, "calibrated": {"perplexity": 12.0}}, "broken"),
         (metrics(accuracy=(0.9, 0.895)) | {"calibrated": {"accuracy": 0.899}}, "usable"),
         (metrics(accuracy=(0.9, 0.899)) | {"calibrated": {"accuracy": 0.895}}, "good"),
+        (metrics(power=(2.0, 3.0)) | {"calibrated": {"power": 2.5}}, "not graded"),
+        (metrics(accuracy=(0.9, math.nan)) | {"calibrated": {"accuracy": math.nan}}, "broken"),
     ],
 )
 def test_after_training_the_predictions_count_and_so_does_the_calibrated_model(parts, expected):
