@@ -32,8 +32,8 @@ from lightning_obs.model.wrappers import inside
 #: attributes that stay as they are: the tables of ``nn.Module`` itself, and results of the calibration in between
 _UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR})
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
-#: a flag of classes made by a ``class`` statement (CPython's Py_TPFLAGS_HEAPTYPE)
-_PYTHON_CLASS = 1 << 9
+#: bytes of an object that has a ``__dict__`` and nothing beside it: no slots, no state of a class written in C
+_PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
 _RANDOM_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -190,16 +190,10 @@ class _Copies:
 
 def _is_record(value: Any) -> bool:
     """Whether an object of a class written in Python has attributes of plain data alone: all of its state is there."""
-    classes = type(value).__mro__[:-1]  # without object
-    if isinstance(value, (type, Dataset)) or not all(_is_plain_class(cls) for cls in classes):
+    if isinstance(value, (type, nn.Module, Dataset)) or type(value).__basicsize__ != _PLAIN_SIZE:
         return False
     attributes: dict[str, Any] = getattr(value, "__dict__", {})
     return bool(attributes) and all(map(_is_data, attributes.values()))
-
-
-def _is_plain_class(cls: type) -> bool:
-    """Whether instances keep their state in ``__dict__``: the class is written in Python and has no slots."""
-    return bool(cls.__flags__ & _PYTHON_CLASS) and "__slots__" not in vars(cls) and not issubclass(cls, nn.Module)
 
 
 def _is_data(value: Any) -> bool:

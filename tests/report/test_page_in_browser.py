@@ -92,7 +92,7 @@ def test_the_map_is_operated_by_keys_alone(folder, browser):
 def test_a_switch_of_the_map_changes_what_its_colours_say(folder, browser):
     browser.open(folder / "report.html")
     worst = made_up(210).errors[0]
-    for mode, said in (("sqnr", f"{worst.sqnr:.1f} dB"), ("choice", made_up(210).choices[worst.name])):
+    for mode, said in (("sqnr", f"{worst.sqnr:.1f} dB"), ("choice", made_up(210).decisions.choices[worst.name])):
         browser.click(f"[data-mode={mode}]")
         label = browser.run(f"document.querySelector('[data-name=\"{worst.name}\"]').getAttribute('aria-label')")
         assert label == f"{worst.name}: {said}"
@@ -308,7 +308,8 @@ def test_a_page_of_noise_and_one_of_a_plan_s_estimate_each_have_one_word_for_wha
         ({}, "noise", "loss"),
         (dict.fromkeys(report.result.modules, 1.0), "estimated loss", "noise"),
     ):
-        browser.open(write_report(tmp_path, replace(report, losses=losses)))
+        report.decisions.losses = losses
+        browser.open(write_report(tmp_path, report))
         texts = [
             browser.run(f"document.querySelector('{one}').textContent") for one in ("#pictures", "#layers", "#map")
         ]
