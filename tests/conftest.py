@@ -81,6 +81,20 @@ def seeded():
 
 
 @pytest.fixture(autouse=True)
+def messages_of_rank_zero_are_logged():
+    """What Lightning, Hydra or a rank in this process has left of an earlier test: its rank, and loggers switched off."""
+    import logging
+
+    from lightning_utilities.core import rank_zero
+
+    rank_zero.rank_zero_only.rank = 0
+    logging.disable(logging.NOTSET)
+    rank_zero.log.disabled = False
+    rank_zero.log.propagate = True
+    rank_zero.log.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
 def compiled_graphs_may_run_again():
     """A session that a test leaves attached would keep every later test from compiling, until it is collected."""
     before, _ = eager_blocks.open.get(torch, (0, None))
