@@ -82,7 +82,7 @@ def seeded():
 
 @pytest.fixture(autouse=True)
 def messages_of_rank_zero_are_logged():
-    """What Lightning, Hydra or a rank in this process has left of an earlier test: its rank, and loggers switched off."""
+    """Undo what an earlier test in this process has left: the number of a rank, loggers that are switched off."""
     import logging
 
     from lightning_utilities.core import rank_zero
