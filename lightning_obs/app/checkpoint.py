@@ -1,4 +1,7 @@
-"""Write the checkpoint of a run, and load it in a new process as its users will."""
+"""Write the checkpoint of a run, and load it again as its users will: transformers' models in a new process.
+
+The tasks of ``tasks/calibrate.py`` call :func:`write_checkpoint` at the end of a run that sets ``export.folder``.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +35,18 @@ _CHECK_TOKENS = 128
 
 @dataclass(frozen=True)
 class _FilesBesideWeights:
-    """A tokenizer and the other files of the source model (processor, code, licence), saved as a tokenizer is."""
+    """Takes the tokenizer's place in the export, to save further files of the source model (processor, code, licence).
+
+    Attributes:
+        source: the folder of the source model.
+        tokenizer: of transformers; None: the module has none.
+    """
 
     source: Path
     tokenizer: Any
 
     def save_pretrained(self, folder: str) -> None:
-        """Write the files to the folder of the checkpoint."""
+        """Write tokenizer and files to the folder of the checkpoint; the export calls it, as it would a tokenizer's."""
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         copy_other_files(self.source, Path(folder))
@@ -50,10 +58,10 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
     Args:
         job: of the run.
         folder: of the checkpoint.
-        result: of the calibration.
+        result: of the calibration; it has the verdicts of the engines.
 
     Returns:
-        Lines for the closing report; none on other ranks.
+        Lines for the closing report; none on ranks other than 0.
 
     Raises:
         CalibrationError: loaded again, the checkpoint gives other outputs.
@@ -68,7 +76,7 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
 
 
 def _export(job: Job, folder: Path) -> None:
-    """Write the checkpoint, with the files that stand beside the weights of the source model."""
+    """Write the checkpoint. From a folder of transformers, copy the files beside its weights, too."""
     options = job.config.export
     source = Path(str(job.config.model.get("path")))
     files = None
@@ -85,7 +93,12 @@ def _export(job: Job, folder: Path) -> None:
 
 
 def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
-    """Whether this package or transformers loads the checkpoint, perhaps by dequantizing it."""
+    """Whether the checkpoint can be compared: transformers loads it, or the model is none of transformers'.
+
+    Args:
+        job: of the run.
+        engines: verdicts by name; ``transformers`` has one only for its own models.
+    """
     if _dequantizes(job) or "transformers" not in engines:
         return True
     return engines["transformers"].loads
@@ -97,7 +110,7 @@ def _dequantizes(job: Job) -> bool:
 
 
 def _verify(job: Job, folder: Path) -> list[str]:
-    """Load the checkpoint again and compare its output with the calibrated model's.
+    """Load the checkpoint again and compare its output for one held-out sample with the calibrated model's.
 
     Returns:
         Lines for the closing report.
@@ -124,7 +137,16 @@ def _verify(job: Job, folder: Path) -> list[str]:
 
 
 def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
-    """The engines that refuse the checkpoint (for transformers and vLLM: why), its path, the engines that load it."""
+    """Lines about who loads a checkpoint, for the end of a run; ``tasks/weights.py`` prints them, too.
+
+    Args:
+        folder: of the checkpoint.
+        engines: verdicts by the engine's name.
+
+    Returns:
+        The engines that refuse the checkpoint (transformers and vLLM with the reason), then its path and the engines
+        that load it.
+    """
     reasons = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
     lines = []
     for name in (Transformers.name, VLLM.name):
@@ -140,15 +162,18 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
 
 
 def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) -> tuple[float, list[str]]:
-    """Load the checkpoint with transformers alone.
+    """Load the checkpoint with transformers alone, by running ``reload_check.py``, and compare outputs.
 
     Args:
         job: of the run.
         folder: of the checkpoint.
-        reference: the inputs by their names, and ``output``.
+        reference: the inputs by their names, and the calibrated model's ``output`` for them.
 
     Returns:
-        The largest difference of the outputs, and a line for the closing report.
+        The largest absolute difference of the outputs, and a line for the closing report.
+
+    Raises:
+        CalibrationError: the new process cannot load the checkpoint.
     """
     options = job.config.export
     file = Path(job.config.output_dir) / "reference.safetensors"
@@ -182,7 +207,11 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
 
 
 def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tuple[float, list[str]]:
-    """Load the checkpoint with :func:`~lightning_obs.load_checkpoint`; returns as :func:`_load_in_a_new_process`."""
+    """Load the checkpoint of any other module with ``load_checkpoint``, and compare its output with ``expected``.
+
+    Returns:
+        The largest absolute difference of the outputs, and a line for the closing report.
+    """
     with step("loading the checkpoint into a new model"):
         _, model = job.load_again(folder)
         model = model.eval().to(expected.device)
@@ -192,7 +221,7 @@ def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tu
 
 
 def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
-    """The inputs of one held-out sample, and the model's output for them."""
+    """The inputs of one held-out sample by their names, and the model's output for them (:func:`first_tensor`)."""
     reload_check.align(model)
     batch = next(iter(job.data.test_dataloader()))
     inputs = job.inputs(apply_to_collection(batch, torch.Tensor, _first_sample))

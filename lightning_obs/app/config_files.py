@@ -1,6 +1,7 @@
 """The files in ``configs/``: the options of each group, and the keys that each option sets.
 
-They alone declare the keys of the command line: hints about wrong keys and checks of values read them.
+They alone declare the keys of the command line. Hints about mistyped words (``overrides.py``) and the check of values
+(``values.py``) read them here.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def option_names(group: str) -> list[str]:
 
 @cache
 def options() -> list[Option]:
-    """Every config file, the top-level one first."""
+    """Every config file with its keys and values, the top-level one first."""
     everything = [Option("", "config", dict(_values(config_dir() / "config.yaml", "")))]
     for group in group_names():
         for name in option_names(group):
@@ -65,7 +66,7 @@ def options() -> list[Option]:
 
 
 def options_with(key: str) -> list[Option]:
-    """The options of groups that set a key."""
+    """The options of groups that set a key (a full one: ``observer.averaging_constant``)."""
     return [option for option in options() if option.group and key in option.values]
 
 
@@ -78,7 +79,12 @@ def all_keys() -> list[str]:
 
 
 def _values(file: Path, group: str) -> Iterator[tuple[str, Any]]:
-    """The keys and values of a file, after those of the configs that it builds on."""
+    """Yield a file's full keys and their values, after those of the configs that it builds on (``defaults``).
+
+    Args:
+        file: a config.
+        group: its folder in ``configs/``; empty for ``config.yaml``.
+    """
     node: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     is_top_level = not group or file.read_text().startswith(_TOP_LEVEL)
     bases = node.pop("defaults", ())
@@ -90,7 +96,12 @@ def _values(file: Path, group: str) -> Iterator[tuple[str, Any]]:
 
 
 def _files_of_base(base: Any, file: Path) -> Iterator[Path]:
-    """The files of an entry of ``defaults``: ``checkpoint`` beside the file, or ``/observer@_here_: mse``."""
+    """The configs that one entry of ``defaults`` names.
+
+    Args:
+        base: ``checkpoint``, a config beside the file, or ``{"/observer@_here_": "mse"}``, a config of another group.
+        file: the config that has the entry.
+    """
     if isinstance(base, str):
         yield file.with_name(f"{base}.yaml")
         return

@@ -15,7 +15,10 @@ from lightning_obs.errors import printable
 
 
 class StepsBar(RichProgressBar):
-    """Lightning's bar, without its number of epochs ("Epoch 0/-2") where ``max_steps`` ends the fit."""
+    """The progress bar of the command line's Trainers: Lightning's, without the "/-2" of "Epoch 0/-2".
+
+    Lightning writes this number of epochs where ``max_steps`` ends the fit.
+    """
 
     @override
     def _get_train_description(self, current_epoch: int) -> str:
@@ -30,7 +33,7 @@ def say(text: str) -> None:
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """Show a step in progress, with a moving bar and the elapsed time, until the end of the ``with`` block."""
+    """Show that the ``with`` block is running: ``text``, a moving bar, the elapsed time."""
     columns = [TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()]
     with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None)
@@ -40,14 +43,14 @@ def step(text: str) -> Iterator[None]:
 
 @contextmanager
 def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Show a step in progress with the bytes that are done.
+    """Show that the ``with`` block is running, with a bar of the bytes done. For exports and for searches of ranges.
 
     Args:
-        text: what the step does.
-        at_once: show it at the beginning; False: from the first call of the yielded function.
+        text: names the work.
+        at_once: show the bar at the beginning of the block; False: from the first call of the yielded function.
 
     Yields:
-        A function to call with the name of a tensor, the bytes done so far, and all bytes.
+        A function that the work calls with the name of a tensor, the bytes done so far, and the bytes in all.
     """
     columns = [
         TextColumn("· {task.description}"),

@@ -15,10 +15,12 @@ _WORTH_SAYING = 20
 
 
 def say_duration(job: Job, passes: int) -> None:
-    """Time the second of two forward passes, and print an estimate for the run; nothing for a few passes.
+    """Time the second of two forward passes on a held-out batch, and print an estimate for the whole run.
+
+    A run of a few passes prints nothing. ``Calibrate.run`` calls this first.
 
     Args:
-        job: whose model runs, on a held-out batch.
+        job: of the run; its model and data are loaded.
         passes: about how many batches the whole run forwards.
     """
     if passes < _WORTH_SAYING:

@@ -1,6 +1,7 @@
 """Make the options, the model, the data and the Trainers that a composed config describes.
 
-Hydra's containers become dicts and lists here; no other folder of the package knows Hydra.
+The tasks (``tasks/``) and the job that they hold (``job.py``) call these functions. Hydra's containers become dicts and
+lists here; no other folder of the package knows Hydra.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def plain(node: Any) -> Any:
 
 
 def make_options(config: DictConfig) -> CalibrationOptions:
-    """The options that ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``... describe.
+    """The options of calibration, from ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``...
+
+    A task calls this before it loads the model; the proposal of next steps, for a command that it composes.
 
     Raises:
         CalibrationError: options that are wrong, or do not go together.
@@ -59,7 +62,11 @@ def make_options(config: DictConfig) -> CalibrationOptions:
 
 
 def _with_group_size(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:
-    """The scheme with weights in groups of ``size`` columns; None: as the scheme says itself."""
+    """The scheme with weights in groups of ``size`` input columns; None: in the groups that the scheme has itself.
+
+    Raises:
+        CalibrationError: a size for a scheme whose weights have other groups or none.
+    """
     if size is None:
         return scheme
     weights = scheme.get("weights")
@@ -94,7 +101,7 @@ def names_ignored_by_report(path: str | None) -> list[str]:
 
 
 def load_module(config: DictConfig) -> LightningModule:
-    """The LightningModule that ``model`` describes, with its weights; a task calls this once.
+    """The LightningModule that ``model`` describes, with its weights; a run calls this once, before its data are read.
 
     Raises:
         CalibrationError: ``model.layerwise`` is set; a model that cannot be loaded.
@@ -111,7 +118,14 @@ def load_module(config: DictConfig) -> LightningModule:
 
 
 def make_module(config: DictConfig, **arguments: Any) -> LightningModule:
-    """A new instance of the LightningModule that ``model`` describes; ``arguments`` replace keys of ``model``."""
+    """A new instance of the LightningModule that ``model`` describes.
+
+    Called for the run's module, and again to load the exported checkpoint into a second one.
+
+    Args:
+        config: the composed config.
+        arguments: for the constructor, in place of keys of ``model``.
+    """
     node = deepcopy(config.model)
     with open_dict(node):
         node.pop("layerwise", None)  # an option of the task, not of the module
@@ -129,7 +143,7 @@ def check_data(config: DictConfig) -> None:
 
 
 def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
-    """Facts of the model that its data may need: the result of the module's ``for_data()``, or its tokenizer."""
+    """Arguments by name that the model offers to its data: the result of ``module.for_data()``, or its tokenizer."""
     if hasattr(module, "for_data"):
         facts: Mapping[str, Any] = module.for_data()
         return facts
@@ -137,13 +151,13 @@ def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
 
 
 def make_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
-    """As :func:`read_data`, while the user sees that the data are read."""
+    """Read the data (:func:`read_data`), and show that this is going on."""
     with step("reading the data"):
         return read_data(config, facts)
 
 
 def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
-    """The data that ``data`` describes.
+    """An instance of the LightningDataModule that ``data`` describes.
 
     Args:
         config: the composed config.
@@ -164,7 +178,7 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
 
 
 def _instantiate(node: Any, **arguments: Any) -> Any:
-    """An instance of a node's ``_target_``; a CalibrationError of the constructor is raised as it is."""
+    """An instance of a node's ``_target_``; a CalibrationError of the constructor loses Hydra's exception around it."""
     try:
         return instantiate(node, **arguments)
     except InstantiationException as error:

@@ -33,8 +33,8 @@ class Job:
     Attributes:
         callback: which calibrates.
         trainer: runs the callback.
-        module: of the model.
-        model: the module that is calibrated.
+        module: the LightningModule around the model.
+        model: the module that is calibrated, ``module`` itself or one inside it (``config.module``).
         data: to calibrate, train and measure on.
         folder: of the checkpoint to write; None: none is written.
     """
@@ -50,12 +50,12 @@ class Job:
         self.folder = Path(config.export.folder) if config.export.folder else None
 
     def use(self, callback: SessionCallback) -> None:
-        """Let this callback calibrate, in a Trainer of its own."""
+        """Let this callback calibrate, in a new Trainer. A task that chooses its scheme calls this a second time."""
         self.callback = callback
         self.trainer = make_trainer(self.config, callback)
 
     def load(self) -> None:
-        """Load model and data, after a look at the folder to write to and the files to read.
+        """Load model and data, after checks of the folder to write to and the files to read. ``Task.check`` calls this.
 
         Raises:
             CalibrationError: a folder that exists; data or a model that cannot be read; a typed ``ignore`` that matches
@@ -74,7 +74,7 @@ class Job:
     def inputs(self, batch: Any) -> dict[str, Any]:
         """The keyword arguments of ``model`` for a batch, on the model's device.
 
-        They are the result of ``module.model_inputs(batch)``; of a module without this method, the batch.
+        They are the result of ``module.model_inputs(batch)``, or the batch if the module has no such method.
         """
         if hasattr(self.module, "model_inputs"):
             inputs = dict(self.module.model_inputs(batch))
@@ -85,7 +85,14 @@ class Job:
         return move_data_to_device(inputs, device_of(self.model))
 
     def first_inputs(self, loader: Iterable[Any], batches: int | None = None) -> list[dict[str, Any]]:
-        """:meth:`inputs` of the first batches, or of all, with the model on the device where Lightning runs it."""
+        """The model's keyword arguments for the first batches of a loader; the model is moved to its device before.
+
+        For steps that run the model without a Trainer: timing, layer errors, choosing.
+
+        Args:
+            loader: of batches.
+            batches: how many; None: all.
+        """
         self.to_device()
         return [self.inputs(batch) for batch in islice(loader, batches)]
 
@@ -95,7 +102,11 @@ class Job:
             self.module.to(self.trainer.strategy.root_device)
 
     def load_again(self, folder: Path) -> tuple[LightningModule, nn.Module]:
-        """A new LightningModule and the model inside it, with the checkpoint in ``folder`` loaded as a user would."""
+        """Load the exported checkpoint as a user would, into a new LightningModule.
+
+        Returns:
+            The LightningModule, and the model inside it.
+        """
         if is_transformers_model(self.model):
             dtype = {"dtype": "auto"} if "dtype" in self.config.model else {}
             module = make_module(self.config, path=str(folder), **dtype)

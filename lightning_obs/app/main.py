@@ -20,7 +20,9 @@ from lightning_obs.schemes.config import as_names
 
 
 def run(config: DictConfig) -> dict[str, Any]:
-    """Run the task of a composed config and return its row of a comparison.
+    """Run the task of a composed config and return its row for a table that compares runs.
+
+    ``lightning_obs.__main__`` calls this for each run, once Hydra has composed its config.
 
     Raises:
         CalibrationError: typed words or values that are wrong, or what the task refuses.
@@ -44,7 +46,7 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 
 def _quiet_lightning() -> None:
-    """Suppress Lightning's messages about devices and workers."""
+    """Suppress Lightning's messages about devices and workers, and the tokenizers' warning about forked processes."""
     for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
         logging.getLogger(name).setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13

@@ -1,5 +1,7 @@
 """The words behind ``python -m lightning_obs`` before Hydra reads them, and the explanation of its errors.
 
+``lightning_obs.__main__`` calls :func:`checked_words` before Hydra runs, and :func:`explained` for an error.
+
 Hydra's own messages tell how to extend a config. Somebody who has mistyped a key needs the nearest known name first.
 Hydra calls the words overrides; :mod:`lightning_obs.app.typed_words` checks them against the composed config.
 """
@@ -50,7 +52,12 @@ def checked_words(words: Sequence[str]) -> list[str]:
 
 
 def _raise_for_flag(word: str, words: Sequence[str]) -> None:
-    """Raise for a word that argparse does not know: a key with dashes, or one behind a flag of Hydra."""
+    """Raise for a word that Hydra's argparse does not know, such as ``--scheme=fp8`` or ``--scheme fp8``.
+
+    Args:
+        word: the unknown word.
+        words: all words; the next one may be the value.
+    """
     override = word.lstrip("-")
     next_words = words[words.index(word) + 1 :]
     if "=" not in override and next_words and "=" not in next_words[0]:
@@ -73,10 +80,14 @@ def _raise_for_bare_word(word: str, next_words: Sequence[str]) -> None:
 
 
 def _with_known_option(word: str, folder: Path | None) -> str:
-    """``scheme=FP8`` as ``scheme=fp8``; options in the user's own ``folder`` of configs as they were typed.
+    """A word with its option spelled as the config file is: ``scheme=fp8`` for ``scheme=FP8``. Other words as they are.
+
+    Args:
+        word: an override.
+        folder: of the user's own configs (``--config-dir``), whose options stay as they were typed; None without one.
 
     Raises:
-        CalibrationError: a group with no option.
+        CalibrationError: a group with an empty option, ``null`` or ``none``.
     """
     key, equals, value = word.partition("=")
     group = key.lstrip("+").partition("@")[0]
@@ -121,7 +132,12 @@ def explained(error: Exception) -> str:
 
 
 def _unknown_option(file: str, options: Sequence[str]) -> str:
-    """The text for an option, ``group/name``, that its group does not have."""
+    """The text for an option that its group does not have, with the options that it has.
+
+    Args:
+        file: ``group/name``, as Hydra calls the config that it did not find.
+        options: of the group.
+    """
     group, _, name = file.partition("/")
     text = f"unknown option {group}={name}{likely(name, options)}. {_options_text(group, options)}"
     if group in _PATHS:
@@ -130,7 +146,7 @@ def _unknown_option(file: str, options: Sequence[str]) -> str:
 
 
 def _unknown_key(key: str) -> str:
-    """A key that no config has, with the option that it belongs to, or with the nearest key."""
+    """The rest of the sentence "unknown key ...": the key, and the option that has it, or similar keys."""
     parent, _, name = key.rpartition(".")
     if parent == "trainer":
         from lightning.pytorch import Trainer  # help and completion do without it

@@ -1,4 +1,7 @@
-"""The quality of a model on held-out data: one number, logged by the module's ``test_step``."""
+"""The quality of a model on held-out data: one number, logged by the module's ``test_step``.
+
+Tasks that calibrate hold a :class:`QualityMeter`; ``task=evaluate`` calls :func:`measure_quality` once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ class Quality:
         name: under which ``test_step`` logged it.
         value: over all held-out batches and ranks.
         higher_is_better: as the torchmetrics metric of that name on the module says; None where it has none.
-        moved: how far the predictions are from the original's; None for the original, and without logits.
+        moved: how far the predictions are from the original's (divergence, agreement); None for the original itself,
+            and for a model whose output has no logits.
     """
 
     name: str
@@ -37,7 +41,7 @@ class Quality:
 
 
 def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:
-    """Run ``trainer.test``; None if ``test_step`` logs nothing.
+    """Run ``trainer.test`` and take the logged value that judges the model; None if ``test_step`` logs nothing.
 
     Raises:
         CalibrationError: ``test_step`` logs several values, and ``module.metric`` names none of them.
@@ -105,6 +109,14 @@ class QualityMeter:
         return self._compared(module, model, stage, is_loaded=True)
 
     def _compared(self, module: LightningModule, model: nn.Module, stage: str, is_loaded: bool) -> Quality | None:
+        """The quality of a quantized model, with its predictions compared to the original's.
+
+        Args:
+            module: whose ``test_step`` runs.
+            model: the one inside ``module`` whose predictions are compared.
+            stage: the name of this measurement for the user.
+            is_loaded: the model was loaded from a checkpoint, so its own forward is quantized.
+        """
         say(f"· measuring {stage}")
         forward = nullcontext() if is_loaded else quantized(model)
         with forward, self._predictions.compared(model) as comparison:

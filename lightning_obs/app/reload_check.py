@@ -1,6 +1,9 @@
 """Load a checkpoint as its users will, and compare its output. Run as a file, so that lightning_obs is not imported.
 
-python reload_check.py CHECKPOINT REFERENCE.safetensors [--dequantize] [--trust-remote-code]
+``checkpoint.py`` runs it in a new process after an export, and imports :func:`align` and :func:`first_tensor` for the
+reference:
+
+    python reload_check.py CHECKPOINT REFERENCE.safetensors [--dequantize] [--trust-remote-code]
 
 The reference holds the inputs by their names, and ``output``. Prints a line of JSON: the largest difference of the
 outputs, their kind (logits, or else hidden states), and the version of transformers.
@@ -17,7 +20,7 @@ from typing import Any
 
 
 def main() -> None:
-    """Load, compare, print."""
+    """Load the checkpoint with transformers, run it on the reference's inputs, and print the line of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint")
     parser.add_argument("reference")
@@ -52,7 +55,7 @@ def main() -> None:
 
 
 def align(model: Any) -> None:
-    """Make equal models give equal bits, by the same order of every summation.
+    """Make equal models give equal bits, by the same order of every summation; the model is changed in place.
 
     Experts run one by one, since transformers' other ways of running them add in another order. MKL's order depends on
     the address of a matrix, and safetensors maps tensors from the file at any offset: tensors whose address is not a
@@ -69,7 +72,11 @@ def align(model: Any) -> None:
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """The tensor to compare in a model's output, after its kind: the logits, or else the first tensor."""
+    """The tensor to compare in a model's output: the logits, or else the first tensor.
+
+    Returns:
+        Its kind in words (``logits``, ``hidden states`` or ``outputs``), and the tensor.
+    """
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
     if hasattr(output, "to_tuple"):

@@ -1,4 +1,4 @@
-"""Write the page of a run, and print its closing report."""
+"""Write the page of a run, and print its closing report: the last step of a task that calibrates, on rank 0."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from lightning_obs.report.summary import print_report, summary
 
 
 def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[str, Any]:
-    """The report's facts about the quality of a model; none if one of the two was not measured."""
+    """The quality before and after as fields of the report; empty if one of the two was not measured.
+
+    Args:
+        original: in full precision.
+        quantized: of the exported model.
+    """
     if original is None or quantized is None:
         return {}
     facts: dict[str, Any] = {
@@ -36,14 +41,14 @@ def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[s
 def gather_report(
     job: Job, label: str, facts: Mapping[str, Any], lines: Sequence[str], commands: StepCommands
 ) -> Report:
-    """The report of a run.
+    """The report of a run: the facts of the calibration, which the callback knows, and those of the task.
 
     Args:
-        job: of the run, whose callback knows the facts of the calibration.
+        job: of the run.
         label: the name of the result.
-        facts: further facts, by the names of fields of the report.
-        lines: further lines of the closing report.
-        commands: know which next steps are possible.
+        facts: of the task, by the names of the fields of ``Report``.
+        lines: of the task, for the closing report.
+        commands: say which next steps are possible.
     """
     model_name = Path(str(job.config.model.get("path") or DEFAULT_MODEL)).name
     sizes = None
@@ -65,9 +70,9 @@ def publish_report(job: Job, report: Report, row: Mapping[str, Any], commands: S
 
     Args:
         job: of the run.
-        report: of the run.
-        row: its row of a comparison, which ``report.json`` also has.
-        commands: of the next steps.
+        report: of :func:`gather_report`; it gets its last lines here.
+        row: the run's row for a table that compares runs, which ``report.json`` also has.
+        commands: make the commands of the next steps.
     """
     config = job.config
     report.extra = {**row, "config": plain(config)}

@@ -1,6 +1,8 @@
 """The next steps of a report as commands: the command of the run with a few words changed.
 
-A command is proposed only if it composes, its task reads all of its words, and the model takes its options.
+A step (:class:`~lightning_obs.report.step.Step`) is a proposal at the end of a report: export, fine-tune, leave out the
+worst layers. A command is proposed only if Hydra composes it, its task reads all of its words, and the model takes its
+options.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ class _Change:
 
 
 class StepCommands:
-    """Says which next steps are possible after a run, and by which command.
+    """Says which next steps are possible after a run, and by which command. A task makes one when it reports.
 
     Args:
         job: of the run, whose model is calibrated.
@@ -113,14 +115,17 @@ def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
 
 
 def is_possible(step: Step, words: Sequence[str], folder: Path, module: LightningModule, model: nn.Module) -> bool:
-    """Whether the command of a step would pass its checks; True for a step without a command.
+    """Whether the command of a step would pass its checks: compose it, and check its words, options and data.
 
     Args:
         step: of the report.
         words: as for :func:`step_command`.
         folder: as for :func:`step_command`.
-        module: of the run; to train, it needs more data than the run has read.
+        module: of the run; its tokenizer reads the data to train on.
         model: the one inside ``module`` that was calibrated.
+
+    Returns:
+        True also for a step that no command of this program does.
     """
     change = _change(step, words, folder)
     if change is None:
@@ -168,7 +173,14 @@ def _change(step: Step, words: Sequence[str], folder: Path) -> _Change | None:
 
 
 def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]:
-    """The words of a command after a change; its results go to folders of their own, ``name`` behind the run's.
+    """The words of a command after a change.
+
+    The new run must not write into the folders of the old one: ``-name`` is appended to the folders that were typed.
+
+    Args:
+        words: of the run's command.
+        change: to words and groups.
+        name: of the step.
 
     >>> changed_words(["scheme=fp8", "output_dir=out"], _Change(["scheme=w4a16"]), "small")
     ['scheme=w4a16', 'output_dir=out-small']

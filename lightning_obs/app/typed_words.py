@@ -1,6 +1,7 @@
 """The words that a user typed behind ``python -m lightning_obs``, checked against the config that Hydra composed.
 
-Hydra calls the words overrides. :mod:`lightning_obs.app.overrides` checks them before Hydra reads them.
+Hydra calls the words overrides. :mod:`lightning_obs.app.overrides` checks them before Hydra reads them; ``main.run``
+checks them here. ``step_commands.py`` checks the words of the commands that it proposes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lightning_obs.schemes.patterns import unmatched
 
 
 def typed_words() -> list[str] | None:
-    """The arguments of ``python -m lightning_obs`` in the command of this run; None: it was composed in Python."""
+    """The arguments of ``python -m lightning_obs`` in this run's command; None if the config was composed in Python."""
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()

@@ -32,7 +32,7 @@ _ABSENT = object()
 
 
 def check_values(config: DictConfig) -> None:
-    """Refuse text where true or false, or a number, is declared; and empty text.
+    """Refuse text where true or false, or a number, is declared; and empty text. ``main.run`` calls this.
 
     Raises:
         CalibrationError: names the key and what it takes.
@@ -44,7 +44,13 @@ def check_values(config: DictConfig) -> None:
 
 
 def _check_value(key: str, value: Any, kinds: set[type]) -> None:
-    """Raise for a value that is not of the kinds that the configs declare for a key."""
+    """Raise for a value of another type than a key has in the configs.
+
+    Args:
+        key: the full key.
+        value: of the composed config.
+        kinds: the types of the key's values in all configs.
+    """
     if value == "" and key not in _MAY_BE_EMPTY:
         raise CalibrationError(f"{key} is empty", remedy="give a value, or leave it out.")
     if OmegaConf.is_config(value) and key.startswith("trainer."):
@@ -61,7 +67,7 @@ def _check_value(key: str, value: Any, kinds: set[type]) -> None:
 
 
 def _declared_kinds() -> dict[str, set[type]]:
-    """The types of each key's values in all config files."""
+    """The types of the values that each full key has in all config files."""
     kinds: dict[str, set[type]] = {}
     for option in options():
         for key, value in option.values.items():
@@ -70,7 +76,7 @@ def _declared_kinds() -> dict[str, set[type]]:
 
 
 def _expected(key: str, kinds: set[type]) -> str | None:
-    """The kind of value that a key takes, for a person; None where any kind is taken."""
+    """The value that a key takes, in words for the error; None if any is taken, or it is checked later."""
     value_kinds = kinds - {type(None)}
     if value_kinds == {bool}:
         return "true or false"

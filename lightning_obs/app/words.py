@@ -22,7 +22,7 @@ _REPLACEMENTS = (
 
 
 def in_words(text: str) -> str:
-    """The text of an error, with Python's options replaced by keys of the command line.
+    """The text of an error, with Python's options replaced by keys of the command line; for ``overrides.explained``.
 
     >>> in_words("load the model in bfloat16 (dtype=torch.bfloat16), or set engines='unchecked'.")
     'load the model in bfloat16 (model.dtype=bfloat16), or set export.engines=unchecked.'

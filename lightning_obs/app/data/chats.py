@@ -1,6 +1,7 @@
 """Chats as text: the tokenizer's template writes the messages with the model's marks of roles and turns.
 
-A row of data holds a chat as ``{"messages": [{"role": "user", "content": "Hello"}, ...]}``.
+A row of data holds a chat as ``{"messages": [{"role": "user", "content": "Hello"}, ...]}``. ``TextData``
+(``module.py``) reads rows, chats or not, by :func:`read_texts` and tokenizes them by :func:`token_ids`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,15 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
 
 
 def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
-    """The length of a chat's opening (:attr:`Chat.opening`); 0 where the template changes the text of a message."""
+    """The length of a chat's opening (:attr:`Chat.opening`) in characters: where the first user message begins.
+
+    Args:
+        chat: the text that the template made.
+        messages: of the chat.
+
+    Returns:
+        0 if a message's text is not found in the chat, because the template changes it.
+    """
     end = 0
     for message in messages:
         content = message["content"]
@@ -115,7 +124,7 @@ def read_texts(rows: Sequence[Row], text_field: str, tokenizer: Any) -> list[str
 def chats_apart_from(
     held_out: HeldOutRuns, chats: Sequence[Chat], tokenizer: Any, enough_tokens: int
 ) -> tuple[list[Chat], int]:
-    """The first chats that share no run of tokens with the held-out chats, and how many others were passed over.
+    """Choose chats to calibrate or train on: the first that share no run of tokens with the held-out chats.
 
     A chat is left out whole, since half a chat is none. Openings are not compared: many chats have the same opening,
     and a model that is calibrated without its system's prompt would not see how its chats begin.
@@ -124,7 +133,10 @@ def chats_apart_from(
         held_out: runs of the held-out chats.
         chats: in their order.
         tokenizer: of the model.
-        enough_tokens: of the chats to return; the chats after them are not looked at.
+        enough_tokens: the number of tokens at which enough chats are chosen; the chats after them are not looked at.
+
+    Returns:
+        The chosen chats, and how many chats before the last of them were left out.
     """
     usable: list[Chat] = []
     repeated = 0
@@ -142,10 +154,10 @@ def chats_apart_from(
 
 
 def token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
-    """The tokens of all documents, one after the other.
+    """The token ids of all documents as one sequence, which ``TextData`` cuts into blocks.
 
-    Chats follow each other directly and begin as their template says. Other documents have an empty line between
-    them, and the first begins as the tokenizer says.
+    Chats follow each other directly; their special tokens are those of the template. If any document is no chat, an
+    empty line separates documents, and the tokenizer adds its special tokens at the beginning.
     """
     if documents and all(isinstance(document, Chat) for document in documents):
         chat_ids: list[int] = tokenizer("".join(documents), verbose=False, add_special_tokens=False).input_ids

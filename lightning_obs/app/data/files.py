@@ -1,4 +1,4 @@
-"""Read texts, and objects that hold texts, from files.
+"""Read texts, and objects that hold texts, from files: the text data of the command line (``TextData``).
 
 ``datasets.load_dataset`` reports only that a table cannot be parsed; these readers name file and line.
 """
@@ -52,7 +52,7 @@ def read_rows(
 
 
 def _rows(path: str | os.PathLike[str] | None, text_field: str, option: str) -> Iterator[Row]:
-    """As :func:`read_rows`; a file may also have no rows."""
+    """Yield the rows as :func:`read_rows` does, but none for an empty file, which that function refuses."""
     if path is None:
         yield from _default_rows(text_field)
         return
@@ -69,7 +69,7 @@ def _rows(path: str | os.PathLike[str] | None, text_field: str, option: str) -> 
 
 
 def _default_rows(text_field: str) -> Iterator[Row]:
-    """Python's documentation of its topics, in the order of their names."""
+    """The default text: Python's documentation of its topics, in the order of their names."""
     from pydoc_data.topics import topics
 
     for name in sorted(topics):
@@ -159,7 +159,7 @@ def _decoded(path: Path) -> str:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """The objects of a list, or of the lines of the file; the suffix may be .json or .jsonl for both."""
+    """The rows of a file that is one JSON list, or that has one JSON object in each line, whatever its suffix."""
     text = _decoded(path)
     if not text.lstrip().startswith("["):
         yield from _json_lines(path, text)
@@ -174,7 +174,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _json_lines(path: Path, text: str) -> Iterator[Row]:
-    """The object of each line that is not empty."""
+    """The object of each line of ``text`` that is not empty; ``path`` is for places and errors."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue

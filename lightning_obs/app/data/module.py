@@ -28,7 +28,9 @@ Block = dict[str, torch.Tensor]
 
 
 class TextData(LightningDataModule):
-    """Blocks of tokens of equal length: batches ``{"input_ids": (batch_size, tokens)}``.
+    """The default data of the command line: blocks of tokens of equal length.
+
+    A batch is ``{"input_ids": (batch_size, tokens)}``.
 
     ``val_dataloader`` is to calibrate on, ``train_dataloader`` to train on, ``test_dataloader`` to measure on; no block
     is in two of them. Runs of 32 tokens that the held-out text repeats are cut out of the rest; a line says how much
@@ -88,7 +90,9 @@ class TextData(LightningDataModule):
 
     @classmethod
     def check(cls, options: Mapping[str, Any]) -> None:
-        """Refuse, before the model is loaded, wrong sizes and files that are absent or lack the field of the text.
+        """Refuse wrong sizes and files that are absent or lack the field of the text.
+
+        The command line calls this (``check_data`` in ``from_config.py``) before it loads the model.
 
         Args:
             options: arguments of the constructor, without the tokenizer; only the first row of a file is read.
@@ -103,7 +107,13 @@ class TextData(LightningDataModule):
                     value_of(place, row, field)
 
     def _read(self, path: str | os.PathLike[str] | None, option: str, halve: bool) -> list[str]:
-        """The documents at ``path``, which errors call ``option``; ``halve``: make two of a single one."""
+        """Read the texts of the rows at ``path``.
+
+        Args:
+            path: as for :func:`~lightning_obs.app.data.files.read_rows`.
+            option: the key that sets ``path``, for errors.
+            halve: cut a single document into two, so that one half can be held out.
+        """
         rows = list(read_rows(path, self.text_field, option))
         documents = read_texts(rows, self.text_field, self.tokenizer)
         if halve and len(documents) == 1:
@@ -113,14 +123,14 @@ class TextData(LightningDataModule):
         return documents
 
     def _blocks(self, documents: list[str], batches: int, role: str, option: str, held_out: HeldOutRuns) -> list[Block]:
-        """The first blocks of the documents without the held-out runs, as many as the batches need.
+        """Make the blocks for a number of batches from the first documents, leaving out text that is held out.
 
         Args:
             documents: texts, or chats.
             batches: how many are needed.
             role: of the blocks, for errors.
             option: of ``data``, which sets ``batches``, for errors.
-            held_out: runs of tokens to leave out.
+            held_out: runs of tokens to leave out; no runs for the held-out blocks themselves.
 
         Raises:
             CalibrationError: too little text.
@@ -159,11 +169,12 @@ class TextData(LightningDataModule):
         ids = torch.tensor(token_ids(documents, self.tokenizer), dtype=torch.long)
         positions = held_out.positions_apart(ids)[: count * self.tokens]
         blocks = self._cut(ids[positions], count)
-        total = int(positions[-1]) + 1 if len(blocks) == count else len(ids)
-        repeated = total - len(positions)
+        tokens_read = int(positions[-1]) + 1 if len(blocks) == count else len(ids)
+        repeated = tokens_read - len(positions)
         if not repeated:
             return blocks, ""
-        return blocks, f"{repeated:,} of {total:,} tokens, which the held-out text repeats, {RUN} or more in a row"
+        sentence = f"{repeated:,} of {tokens_read:,} tokens, which the held-out text repeats, {RUN} or more in a row"
+        return blocks, sentence
 
     def _cut(self, ids: torch.Tensor, count: int) -> list[Block]:
         """Up to ``count`` blocks of token ids ``(N,)``; a shorter rest is left out."""

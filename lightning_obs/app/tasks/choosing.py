@@ -37,7 +37,9 @@ from lightning_obs.report.summary import frontier_table, print_report
 
 
 class Observers(Calibrate):
-    """Choose the observer of each weight and input: every second calibration batch is observed, the others score.
+    """``task=observers``: choose the observer of each weight and input.
+
+    The candidates observe every second calibration batch; the other batches score them.
 
     Attributes:
         scheme_label: the name of the scheme that was asked for.
@@ -53,6 +55,7 @@ class Observers(Calibrate):
 
     @override
     def check_task(self) -> None:
+        """Refuse several devices, fewer than two batches, and candidates that do not fit the scheme."""
         _refuse_several_devices(self.config, self.job.trainer)
         batches = self.config.data.get("batches")
         if batches is not None and batches < 2:
@@ -66,6 +69,7 @@ class Observers(Calibrate):
 
     @override
     def choose(self) -> None:
+        """Score the candidates, print and write the choice, and give the job a callback with the chosen observers."""
         job = self.job
         options = job.callback.options
         batches = job.first_inputs(job.data.val_dataloader())
@@ -79,7 +83,7 @@ class Observers(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Also observing and scoring."""
+        """Also the passes that observe and score."""
         return super().passes(needs_data) + 2 * self.job.batches("batches")
 
     @override
@@ -92,17 +96,20 @@ class Observers(Calibrate):
         return {**super().report_facts(), "scores": self.scores}
 
     def _candidates(self) -> dict[str, Any] | None:
-        """``task.candidates`` by base name; None: those that fit."""
+        """The observers to choose among, by base name (``input``, ``weight``); None: every observer that fits."""
         return plain(self.config.task.candidates) or None
 
 
 class Plan(Calibrate):
-    """Choose a scheme for each layer within a budget, among ``task.candidates``; the group ``scheme`` is not read.
+    """``task=plan``: choose a scheme for each layer among ``task.candidates``, within a budget of bits or bytes.
+
+    The config group ``scheme`` is not read. The frontier is the plans with the least loss for their size.
 
     Attributes:
         sensitivity: the loss of each group of modules with each candidate.
         plan: the choice.
-        points: sizes and estimated losses of the frontier, of uniform plans and of the choice, for the report.
+        points: sizes and estimated losses for the report's picture: of the frontier, of plans with one scheme for all
+            layers, and of the choice.
     """
 
     may_train = False
@@ -115,7 +122,7 @@ class Plan(Calibrate):
 
     @override
     def check(self) -> None:
-        """Also the solver, the budget and the names in ``task.at_most``, before the model is loaded."""
+        """Also refuse, before loading, a missing solver, a wrong budget and unknown names in ``task.at_most``."""
         require_solver()
         if self.config.budget is not None:
             budget_in_bytes(self.config.budget, weights=1)  # raises for a budget that cannot be read
@@ -124,6 +131,7 @@ class Plan(Calibrate):
 
     @override
     def check_task(self) -> None:
+        """Refuse several devices, and candidates that the model does not take."""
         _refuse_several_devices(self.config, self.job.trainer)
         options = self._candidate_options()
         options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
@@ -137,7 +145,7 @@ class Plan(Calibrate):
 
     @override
     def choose(self) -> None:
-        """Measure sensitivities, solve for the budget, print the frontier, write the plan."""
+        """Measure sensitivities, solve for the budget, print the frontier, write the plan, and let the job use it."""
         job = self.job
         self.sensitivity = self._measure()
         self.plan = choose_schemes(self.sensitivity, self.config.budget, at_most=self._at_most())
@@ -166,7 +174,10 @@ class Plan(Calibrate):
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Also the plan, its losses, and the frontier with the measured divergence beside the estimated one."""
+        """Also the plan, each layer's loss, and the frontier.
+
+        If the losses are divergences, the chosen point is there twice: with the estimated divergence and the measured.
+        """
         facts = super().report_facts()
         is_divergence = self.sensitivity.method == "divergence"
         points = self.points
@@ -204,7 +215,7 @@ class Plan(Calibrate):
             )
 
     def _points(self, plans: Sequence[MixedPlan]) -> list[dict[str, Any]]:
-        """The plans of the frontier, uniform plans, the choice and full precision, as points of the picture."""
+        """The points of the report's picture: ``plans`` of the frontier, uniform plans, the choice, full precision."""
         points = [plan.row() for plan in plans]
         for name in self.sensitivity.schemes:
             points.append(plan_of(self.sensitivity, name).row(name))
@@ -266,7 +277,13 @@ def _refuse_several_devices(config: DictConfig, trainer: Trainer) -> None:
 
 
 def _write_scheme(config: DictConfig, choice: QuantizationConfig, headline: str) -> None:
-    """Write a choice as a config of the group ``scheme``, named as the task, and say where."""
+    """Write a choice as a config of the group ``scheme`` that a later run can take, and print where.
+
+    Args:
+        config: of the run; the new config has the name of its task (``observers`` or ``plan``).
+        choice: schemes and observers, by module.
+        headline: the first line of the file, a comment.
+    """
     name = config.task.name
     folder = Path(config.output_dir) / "configs"
     file = folder / "scheme" / f"{name}.yaml"

@@ -28,16 +28,18 @@ _NUMBERS = ("size", "seconds", "worst_sqnr", "divergence", "agreement")
 
 
 class Evaluate(Task):
-    """Quality of ``model.path``, a checkpoint or any other model, on held-out data; nothing is calibrated."""
+    """``task=evaluate``: the quality of ``model.path``, a checkpoint or any other model; nothing is calibrated."""
 
     @override
     def check(self) -> None:
+        """Check the data, load the model, read the data."""
         check_data(self.config)
         self.module = load_module(self.config)
         self.data = make_data(self.config, facts_for_data(self.module))
 
     @override
     def run(self) -> None:
+        """Measure on the held-out data; on rank 0, print the result and write a report of this one model."""
         path = self.config.model.get("path")
         say(f"· measuring {path or 'the default model'}")
         trainer = make_trainer(self.config)
@@ -64,7 +66,7 @@ class Evaluate(Task):
 
 
 class Compare(Task):
-    """A table of ``runs``, and a page with quality against size."""
+    """``task=compare``: a table of the finished runs in ``runs``, and a page with quality against size."""
 
     @override
     def check(self) -> None:
@@ -82,10 +84,10 @@ class Compare(Task):
 
 
 class ComparisonTable(Callback):
-    """Hydra callback: one row a run of a ``--multirun``, shown when the last has ended; failed ones are named."""
+    """Callback of Hydra (``configs/config.yaml``) that compares the runs of a ``--multirun``, failed ones included."""
 
     def __init__(self) -> None:
-        #: by run, its overrides and the row or error that it ended with
+        #: of each run, its overrides, and the row or the error that it ended with
         self.runs: list[tuple[list[str], Any]] = []
 
     @override
@@ -126,7 +128,12 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's row as a comparison shows it: its name, the common numbers (None where it has none), and its metric."""
+    """Reduce a run's row, or its ``report.json``, to the columns of a comparison.
+
+    Returns:
+        ``run``, the numbers that every run may have (None where this one has none), and, if it was measured,
+        ``metric`` and under the metric's name its value before and after quantization.
+    """
     columns = {"run": row.get("run")}
     for name in _NUMBERS:
         columns[name] = row.get(name)
@@ -138,7 +145,7 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _row_of_report(path: Path) -> dict[str, Any]:
-    """The row of a run for a comparison.
+    """Read the row of a finished run for a comparison.
 
     Args:
         path: its ``report.json``, or the folder that holds it.

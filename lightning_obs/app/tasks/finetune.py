@@ -28,7 +28,7 @@ PASSES_OF_A_STEP = 3
 
 
 class Finetune(Calibrate):
-    """Train from the ranges that calibration chose.
+    """``task=finetune``: train the calibrated model, from the ranges that calibration chose.
 
     Attributes:
         calibrated: the quality before training; None: not measured.
@@ -56,6 +56,7 @@ class Finetune(Calibrate):
 
     @override
     def check_task(self) -> None:
+        """Refuse a precision of the Trainer that cannot train, and a run without training batches."""
         job = self.job
         require_precision(job.trainer)
         if job.batches("train_batches") < 1:
@@ -83,10 +84,9 @@ class Finetune(Calibrate):
 
     @override
     def after_export(self, folder: Path) -> None:
-        """Measure the checkpoint, loaded again; each rank measures its share of the data.
+        """Load the checkpoint again and measure it; each rank measures its share of the data.
 
-        Each process that torchrun started has composed a folder of its own, so rank 0 tells the others which one was
-        written.
+        Under torchrun each process has composed another ``folder``, so rank 0 tells the others which one was written.
         """
         if self.meter is None or self.calibrated is None:
             return
@@ -100,7 +100,7 @@ class Finetune(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Also the training steps, the validation after them, and two more measurements."""
+        """Also the training steps, the validation after them, and two more measurements of the quality."""
         steps = int(self.config.trainer.get("max_steps", -1))
         if steps < 0:
             steps = self.job.batches("train_batches")
@@ -121,7 +121,7 @@ class Finetune(Calibrate):
         return facts
 
     def _measured_curves(self) -> list[dict[str, float]]:
-        """The quality before and after training as a curve, for a module whose validation logs nothing."""
+        """The quality before and after training, a curve of two points: for a module whose validation logs nothing."""
         if self.original is None or self.calibrated is None or self.quantized is None:
             return []
         name = self.original.name
@@ -162,7 +162,11 @@ class Finetune(Calibrate):
         return [*lines, duration]
 
     def _quality_lines(self, metric: str) -> list[str]:
-        """The metric at each stage, and how far the predictions are from the original's."""
+        """Lines with the metric at each stage, and how far the predictions are from the original's.
+
+        Args:
+            metric: the name of the quality.
+        """
         stages = {
             "full precision": self.original,
             "calibrated": self.calibrated,

@@ -31,10 +31,10 @@ from lightning_obs.streaming.source import CheckpointSource
 
 
 class Weights(Task):
-    """:func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``.
+    """``task=weights``: :func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``.
 
     Attributes:
-        option: that chose the task, for errors.
+        option: the option of the command line that chose the task, for errors.
         options: of the calibration.
         result: of the calibration.
     """
@@ -61,6 +61,7 @@ class Weights(Task):
 
     @override
     def run(self) -> None:
+        """Write the checkpoint, and print its size and the engines that load it."""
         folder = Path(self.config.export.folder)
         with bytes_done(f"quantizing {self.source.name} to {self.options.label}") as progress:
             self.result = self.quantize(progress)
@@ -82,7 +83,13 @@ class Weights(Task):
         return default_model_folder() if path is None else Path(path)
 
     def quantize(self, progress: Progress) -> CalibrationResult:
-        """Write the checkpoint, with the workers that the task or torchrun starts; ``progress`` is called for files."""
+        """Write the checkpoint; :meth:`run` calls this.
+
+        The work is shared by ``task.workers`` processes that are started here, or by those that torchrun has started.
+
+        Args:
+            progress: called for each tensor that is written.
+        """
         export = self.config.export
         workers: int | Collectives = self.config.task.workers
         if dist.is_torchelastic_launched():
@@ -107,7 +114,9 @@ class Weights(Task):
 
 
 class Layerwise(Weights):
-    """:func:`~lightning_obs.calibrate_layerwise` of ``model.path`` on ``data``, to ``export.folder``.
+    """``task=calibrate model.layerwise=true``: calibrate ``model.path`` on ``data``, holding one layer at a time.
+
+    It calls :func:`~lightning_obs.calibrate_layerwise`, which writes the checkpoint to ``export.folder``.
 
     Attributes:
         data: to calibrate on.
@@ -117,7 +126,7 @@ class Layerwise(Weights):
 
     @override
     def check(self) -> None:
-        """Also refuse a precision, data that cannot be read, and a model without a tokenizer."""
+        """Refuse a precision, what :class:`Weights` refuses, and a model without a tokenizer; then read the data."""
         refuse(
             ["trainer.precision"] if self.config.trainer.precision is not None else [],
             "layer by layer a model runs in the dtype in which it was saved",
@@ -132,7 +141,7 @@ class Layerwise(Weights):
 
     @override
     def quantize(self, progress: Progress) -> CalibrationResult:
-        """Calibrate on this rank's share of the batches and write the checkpoint."""
+        """Calibrate on this rank's share of the batches and write the checkpoint; :meth:`run` calls this."""
         config = self.config
         trainer = config.trainer
         fabric = Fabric(accelerator=trainer.accelerator, devices=trainer.devices, strategy=trainer.strategy)
