@@ -1,5 +1,9 @@
 """Compress the weight of one module to its entries in a checkpoint.
 
+An entry is one stored tensor: ``weight_packed``, ``weight_scale``, ``bias``. A code is the stored number of one weight:
+an integer, or the bits of a small float. ``entries.py`` calls :func:`compressed_layout` to lay the files out, and
+:func:`compress_by_rows` to fill them; ``load.py`` calls the former to check the tensors that it reads.
+
 Every weight is stored like a Linear's, as the matrix ``(R, C)`` that was calibrated; the module that loads it knows its
 own shape. The formats pack values along a row, so a weight can be compressed in blocks of rows, which fit into a
 processor's cache. Packed zero points are the exception: they are packed along the column.
@@ -54,12 +58,15 @@ def compressor_of(scheme: QuantizationScheme) -> Any:
 
 
 def compressed_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> Tensors:
-    """A module's entries in a checkpoint as meta tensors.
+    """A module's entries in a checkpoint as meta tensors: their names, shapes and dtypes.
 
     Args:
         module: its kind says which matrix its weight is.
-        tensors: its own tensors and its qparams, as meta tensors.
+        tensors: its own tensors and its qparams (scales, zero points), as meta tensors.
         scheme: how it is quantized.
+
+    Returns:
+        The entries by their names in the module.
     """
     entries = _compress(_with_matrix(module, tensors, scheme), scheme)
     zero_point = entries.get("weight_zero_point")
@@ -73,7 +80,7 @@ def compressed_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor], sc
 def compress_by_rows(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme
 ) -> Iterator[Entry]:
-    """A module's entries in a checkpoint, a block of rows at a time where rows can be compressed separately.
+    """Yield a module's entries in a checkpoint, a block of rows at a time where rows can be compressed separately.
 
     Args:
         module: its kind says which matrix its weight is.
@@ -86,7 +93,7 @@ def compress_by_rows(
             yield Entry(name, value)
         return
     matrix = entries["weight"]
-    heights = _rows_per_row(scheme)
+    heights = _matrix_rows_per_entry_row(scheme)
     for start, stop in _blocks_of_rows(matrix, heights["weight_scale"] or 1):
         block = _compress(_rows_of(entries, start, stop, heights), scheme)
         for name, value in block.items():
@@ -120,15 +127,23 @@ def _with_matrix(module: nn.Module, tensors: Mapping[str, torch.Tensor], scheme:
 # ---------------------------------------------------------------------- blocks of rows
 
 
-def _rows_per_row(scheme: QuantizationScheme) -> dict[str, int]:
-    """How many rows of the matrix share one row of each entry; 0, or no number: the entry has no rows to cut."""
+def _matrix_rows_per_entry_row(scheme: QuantizationScheme) -> dict[str, int]:
+    """By name of an entry, how many rows of the weight's matrix one of its rows belongs to: 128 for scales of blocks.
+
+    An entry with 0, or without a number, is not cut into rows (a bias, one scale for the whole weight).
+    """
     assert scheme.weights is not None
     per_scale = rows_per_scale(scheme.weights) or 0
     return {"weight": 1, ROUNDED: 1, "weight_packed": 1, "weight_scale": per_scale, "weight_zero_point": per_scale}
 
 
 def _blocks_of_rows(matrix: torch.Tensor, rows_per_scale: int) -> Iterator[tuple[int, int]]:
-    """The first row of each block, and the row after its last; no block cuts the rows of a scale."""
+    """Yield the first row of each block of a matrix, and the row after its last.
+
+    Args:
+        matrix: to cut into blocks of about ``_ELEMENTS_AT_ONCE`` elements.
+        rows_per_scale: rows that share a scale, which no block cuts.
+    """
     rows = _ELEMENTS_AT_ONCE // max(1, matrix.shape[1])
     height = max(1, rows // rows_per_scale) * rows_per_scale
     for start in range(0, max(1, len(matrix)), height):
@@ -136,7 +151,14 @@ def _blocks_of_rows(matrix: torch.Tensor, rows_per_scale: int) -> Iterator[tuple
 
 
 def _rows_of(entries: Tensors, start: int, stop: int, heights: Mapping[str, int]) -> Tensors:
-    """The entries of the rows from ``start`` to ``stop`` of the matrix; ``heights``: see :func:`_rows_per_row`."""
+    """Cut the entries to the rows from ``start`` to ``stop`` of the matrix.
+
+    Args:
+        entries: of the whole matrix.
+        start: its first row to take.
+        stop: the row after the last.
+        heights: of :func:`_matrix_rows_per_entry_row`; an entry without rows to cut is taken whole.
+    """
     rows = {}
     for name, value in entries.items():
         height = heights.get(name, 0)
@@ -148,10 +170,10 @@ def _rows_of(entries: Tensors, start: int, stop: int, heights: Mapping[str, int]
 
 
 def _compress(tensors: Tensors, scheme: QuantizationScheme) -> Tensors:
-    """The stored entries of a matrix, or of some of its rows, with everything else as it is.
+    """The stored entries of a matrix, or of some of its rows; a bias and the like stay as they are.
 
     Args:
-        tensors: ``weight`` as a matrix, qparams, perhaps the integers that a rounding chose, and others (a bias).
+        tensors: ``weight`` as a matrix, qparams, perhaps the integers that a rounding chose (``ROUNDED``), and others.
         scheme: how the matrix is quantized.
     """
     entries = dict(tensors)
@@ -161,7 +183,7 @@ def _compress(tensors: Tensors, scheme: QuantizationScheme) -> Tensors:
 
 
 def _with_compressed_weight(entries: Tensors, scheme: QuantizationScheme) -> Tensors:
-    """The entries with ``weight`` and qparams as the format stores them."""
+    """The entries with ``weight`` and qparams as the format stores them; this package or compressed-tensors does it."""
     args = scheme.weights
     assert args is not None
     weight = entries["weight"].contiguous()
@@ -196,9 +218,14 @@ def _computes_codes_here(weight: torch.Tensor, scheme: QuantizationScheme) -> bo
 
 
 def _with_codes(entries: Tensors, codes: torch.Tensor, scheme: QuantizationScheme) -> Tensors:
-    """The entries that compressed-tensors' compressor makes, from codes that are computed already.
+    """The entries that compressed-tensors' compressor would make, from codes that are computed already.
 
-    compressed-tensors rounds to fp4 by masks, and packs by scattering bits.
+    This is faster: compressed-tensors rounds to fp4 by masks, and packs by scattering bits.
+
+    Args:
+        entries: of a matrix or of some of its rows; changed.
+        codes: of its weights, in the shape of ``weight``.
+        scheme: how the matrix is quantized.
     """
     args = scheme.weights
     compressor = compressor_of(scheme)

@@ -3,7 +3,8 @@
 Names, shapes and dtypes follow from the model and its qparams alone (:func:`stored_layout`). The data are made one
 module after the other, a block of rows at a time, and each block is handed on at once (:func:`store`): the model does
 not change, and no compressed tensor stays in memory. Where weights are sharded over ranks, all ranks gather one module
-(FSDP1: one unit) after the other, and rank 0 compresses and stores it.
+after the other (under FSDP1 one unit, the modules whose weights it shards together), and rank 0 compresses and stores
+it. ``export.py`` does this for a model in memory. ``streaming/`` writes one module's :func:`module_entries` at a time.
 
 A plain module's names in the files are the names of its state dict. For models of transformers they are not
 (:class:`StoredTensors`): transformers stores a tied weight once, and when it loads an architecture it may rename, stack
@@ -26,12 +27,12 @@ from lightning_obs.model.module_qparams import get_scheme, quantized_states, rea
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.schemes.planned_modules import PlannedModule, expected_shapes
 
-#: takes a tensor's name in the state dict, rows of it, and the number of the first row
+#: writes rows of a tensor: called with its name in the state dict, the rows, and the number of the first row
 Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 
 
 class _OwnTensors(NamedTuple):
-    """The tensors of a state dict that one module has itself."""
+    """The tensors of a state dict that one module has itself, not the modules inside it."""
 
     #: precedes the module's own names in the state dict: ``"layers.0."``; empty for the model
     prefix: str
@@ -42,6 +43,11 @@ class _OwnTensors(NamedTuple):
 
 def stored_layout(model: nn.Module) -> Tensors:
     """Every tensor of the model's checkpoint as a meta tensor, by its name in the state dict; no data are read.
+
+    The report and the choice of schemes also call this, for the size of a checkpoint that is not written.
+
+    Args:
+        model: with the qparams that it will be stored with, meta tensors perhaps.
 
     Raises:
         CalibrationError: a module cannot be compressed as its scheme says.
@@ -58,7 +64,13 @@ def stored_layout(model: nn.Module) -> Tensors:
 
 
 def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors:
-    """A module's own entries as meta tensors; ``keys`` are its tensors in the state dict, ``name`` is for errors."""
+    """A module's own entries as meta tensors, by their names in the module.
+
+    Args:
+        module: calibrated or not.
+        keys: the names of its tensors that are in the state dict.
+        name: of the module, for errors.
+    """
     entries = {}
     for key in keys:
         shape = place_of(module, key).shape
@@ -77,7 +89,10 @@ def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors
 
 
 def meta_qparams(target: PlannedModule) -> Tensors:
-    """The quantization parameters that a planned module will have, as meta tensors."""
+    """The quantization parameters that a planned module will have, as meta tensors by name.
+
+    Called where a checkpoint is laid out before any data is read: to write it from files, and to check one on loading.
+    """
     qparams = {}
     for base, args in target.args.items():
         for name, shape in expected_shapes(target, base).items():
@@ -87,14 +102,14 @@ def meta_qparams(target: PlannedModule) -> Tensors:
 
 
 def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
-    """Give the tensors of the model's checkpoint that are in ``layout`` to ``put``, one module after the other.
+    """Compress a model for its export: give the tensors of its checkpoint to ``put``, one module after the other.
 
     If weights are sharded, every rank must call this, with the same ``layout``.
 
     Args:
         model: a calibrated model.
-        layout: the names of the tensors that are wanted.
-        put: takes each tensor, a compressed weight in blocks of rows; None on a rank that only helps to gather.
+        layout: the names of the tensors that are wanted; others are left out.
+        put: writes each tensor, a compressed weight in blocks of rows; None on a rank that only helps to gather.
 
     Returns:
         The first failure of ``put``, or of compressing, on this rank; None without one. It is not raised, because the
@@ -125,7 +140,15 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
 
 
 class _Output:
-    """Gives entries to ``put`` until the first failure, which it keeps."""
+    """Gives the entries of :func:`store` to ``put`` until the first failure.
+
+    Args:
+        layout: the names of the tensors that are wanted.
+        put: writes rows of a tensor; None: nothing is written.
+
+    Attributes:
+        failure: the first exception of ``put`` or of compressing; None without one.
+    """
 
     def __init__(self, layout: Container[str], put: Put | None) -> None:
         self.failure: Exception | None = None
@@ -137,7 +160,12 @@ class _Output:
         return any(prefix + key in self._layout for prefix in prefixes)
 
     def put_all(self, entries: Iterable[Entry], prefixes: Iterable[str]) -> None:
-        """Give a module's entries to ``put``, under each of its names. Compressing happens here, entry by entry."""
+        """Give a module's entries to ``put``, under each of its names.
+
+        Args:
+            entries: of the module; a weight is compressed here, while they are read.
+            prefixes: precede the entries' names in the state dict; several for a module that is used twice.
+        """
         if self._put is None or self.failure is not None:
             return
         try:
@@ -150,16 +178,19 @@ class _Output:
 
 
 def module_entries(module: nn.Module) -> Iterable[Entry]:
-    """One module's own entries in a checkpoint, compressed if it was calibrated; see :func:`store`."""
+    """One module's own entries in a checkpoint, compressed if it was calibrated, by their names in the module.
+
+    Called to write a checkpoint from files, where one module after the other is loaded.
+    """
     state = _state_tensors(module)
     return _gathered_entries(module, _keys_in(state, module, ""))
 
 
 def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]:
-    """A module's own entries; ``keys`` are its tensors in the state dict that are wanted.
+    """A module's own entries, of its tensors ``keys`` and, if it was calibrated, its qparams.
 
-    Tensors are gathered from the ranks in the call, so every rank must call it. A weight is compressed while the
-    entries are read.
+    Sharded tensors are gathered here, so every rank must call this. A weight is compressed later, while the entries
+    are read.
     """
     tensors = Tensors()
     for key in keys:
@@ -200,14 +231,16 @@ def _keys_in(state: Container[str], module: nn.Module, prefix: str) -> list[str]
 
 
 class StoredTensors:
-    """The tensors of a model's checkpoint, under both names, and a writer of them under their names in the files.
+    """The tensors of a model's checkpoint, by their names in the state dict and in the files, and how they are written.
+
+    :func:`~lightning_obs.export_checkpoint` writes by :meth:`put` and :meth:`finish`; ``streaming/`` reads the names.
 
     Args:
         model: a calibrated model, or a model without qparams. No data are read.
 
     Attributes:
         entries: a meta tensor of each stored tensor, by its name in the state dict.
-        files: the same by the names in the files, after conversion.
+        files: a meta tensor of each stored tensor, by its name in the files; transformers may have stacked or split it.
         renamed: by name in the state dict, the name in the files of each tensor that is not stacked or split.
     """
 
@@ -241,7 +274,11 @@ class StoredTensors:
             self._to_convert.setdefault(name, []).append(rows.detach().to("cpu", copy=copy))
 
     def finish(self, writer: TensorWriter) -> None:
-        """Convert and write the tensors that :meth:`put` kept. Raises a CalibrationError if files lack tensors."""
+        """Convert and write the tensors that :meth:`put` kept: the last step of an export.
+
+        Raises:
+            CalibrationError: a tensor, or some of its rows, was not written.
+        """
         whole = {}
         for name, blocks in self._to_convert.items():
             whole[name] = blocks[0] if len(blocks) == 1 else torch.cat(blocks)
@@ -251,7 +288,7 @@ class StoredTensors:
         writer.require_complete()
 
     def _converted(self, tensors: Tensors) -> Tensors:
-        """Tensors by their names in the files, as transformers saves them."""
+        """Tensors of the state dict as the files hold them: renamed, stacked or split if the model is transformers'."""
         if not is_transformers_model(self._model):
             return tensors
         from transformers.core_model_loading import revert_weight_conversion

@@ -85,7 +85,10 @@ def _export(
     max_shard_size: int | str,
     progress: Progress | None,
 ) -> Path:
-    """As :func:`export_checkpoint`, for a model without wrappers whose offloaded tensors stay where they are."""
+    """Write the checkpoint of :func:`export_checkpoint`, which has taken the model's wrappers away.
+
+    Under ``at_rest`` offloaded tensors stay where they are until they are read.
+    """
     _refuse_unmergeable(model)
     is_sharded = any(in_shards(module) for module in model.modules())
     require_ready(model, merged_for="a checkpoint of sharded weights" if is_sharded else None)
@@ -116,7 +119,7 @@ def _export(
 
 
 def _raised_on_all(ranks: Collectives | None) -> AbstractContextManager[Any]:
-    """A block whose failure on one rank is raised on all; without ranks a plain block."""
+    """For a ``with`` block: a failure on one rank is raised on all; without ranks it is raised as usual."""
     return nullcontext() if ranks is None else on_all_ranks(ranks)
 
 
@@ -176,7 +179,12 @@ def _qparams_on_host(planned: list[PlannedModule]) -> dict[str, dict[str, torch.
 
 
 def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) -> None:
-    """Warn if the stored ``entries`` of a model with quantized weights take no fewer bytes than the model."""
+    """Warn if the checkpoint of a model with quantized weights takes no fewer bytes than the model.
+
+    Args:
+        model: in full precision.
+        entries: a meta tensor of each stored tensor, by its name in the state dict.
+    """
     if not any(_quantizes_weight(module) for _, module in calibrated_modules(model)):
         return
     all_names = dict(model.named_parameters(remove_duplicate=False)).keys()

@@ -104,7 +104,7 @@ def _read_config(folder: Path) -> QuantizationConfig | None:
 
 
 def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[PlannedModule]:
-    """The modules that the config says are quantized, each with its scheme and under all of its names."""
+    """The modules of ``model`` that the config says are quantized, each with its scheme and under all of its names."""
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
             "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
@@ -130,7 +130,10 @@ def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[Pla
 
 
 def _names_of_tied(model: nn.Module, reader: TensorReader) -> dict[str, str]:
-    """The stored name of each tied tensor by its other names: transformers stores it under one name only."""
+    """By name in the model, the stored name of each tied tensor that is not stored under that name.
+
+    transformers stores a tied tensor under one of its names only.
+    """
     identity_of_name = identities(model)
     stored_name_of_identity = {}
     for name, identity in identity_of_name.items():
@@ -175,7 +178,12 @@ def _require_fit(
 
 
 def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
-    """A meta tensor of every tensor in a checkpoint of the model, by name."""
+    """A meta tensor of every tensor that a checkpoint of the model holds, by name.
+
+    Args:
+        model: the module to load into.
+        targets: its quantized modules.
+    """
     layout = {name: value.to("meta") for name, value in model.state_dict().items()}
     for target in targets:
         prefix = f"{target.name}." if target.name else ""
@@ -190,7 +198,10 @@ def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
 
 
 def _form(value: torch.Tensor) -> str:
-    """Dtype and shape for a person to read; one word for all wide floats, as the model may have another one."""
+    """Dtype and shape, to compare and for a person to read.
+
+    All floats of two bytes and more are ``float``: the model may have another dtype than the checkpoint.
+    """
     is_wide_float = value.is_floating_point() and value.itemsize > 1
     dtype = "float" if is_wide_float else str(value.dtype).removeprefix("torch.")
     return f"{dtype} {tuple(value.shape)}"
@@ -209,7 +220,16 @@ def _refuse_misfits(misfits: list[str], folder: Path, hint: str | None = None) -
 
 
 def _decompress(target: PlannedModule, state: Tensors) -> Tensors:
-    """Put a module's dequantized weight into ``state``, in place of the stored entries, and return the qparams."""
+    """Decompress one module, between reading the files and loading the state dict.
+
+    Args:
+        target: a quantized module.
+        state: the tensors of the checkpoint by name; the module's entries become its tensors in the state dict, with
+            the dequantized weight.
+
+    Returns:
+        The module's qparams, by their names in the module.
+    """
     prefix = f"{target.name}." if target.name else ""
     entries = {}
     for name in list(state):
@@ -241,7 +261,7 @@ def _with_dequantized_weight(target: PlannedModule, entries: Mapping[str, torch.
 
 
 def _write_loaded_qparams(target: PlannedModule, qparams: Mapping[str, torch.Tensor]) -> None:
-    """Put qparams on a module whose weight is loaded, and let its forward quantize for good."""
+    """Put qparams on a module whose weight is loaded, and let its forward quantize from now on."""
     quantizes_weight = target.scheme.weights is not None
     write_qparams(target.module, target.scheme, dict(qparams))
     if quantizes_weight:

@@ -1,7 +1,10 @@
 """Compare the names in a checkpoint's folder with the names of the module that it is loaded into.
 
 A LightningModule is exported with its own names (``model.encoder.weight``), and often only the module inside it is
-wanted later, or the other way round.
+wanted later, or the other way round. ``load.py`` asks :func:`prefix_in_folder` for the names to read without a prefix;
+if the tensors still do not fit, :func:`hint_of_names` tells the user why.
+
+A path is the name of a module (``model.encoder``); a prefix of a path is a module around it, or the module itself.
 """
 
 from __future__ import annotations
@@ -13,7 +16,9 @@ from torch import nn
 
 
 def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
-    """The path at which the exported module had ``model``; empty if it was the model itself, or this is not clear.
+    """The path at which the exported module held ``model``.
+
+    Empty if the exported module was ``model`` itself, or if several paths, or none, are possible.
 
     Args:
         model: the module to load into.
@@ -34,7 +39,7 @@ def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
 
 
 def module_around(model: nn.Module, prefix: str) -> nn.Module:
-    """A new module with nothing but ``model``, at the path ``prefix``."""
+    """A new module that holds nothing but ``model``, at the path ``prefix``: its state dict has the folder's names."""
     for name in reversed(prefix.split(".")):
         parent = nn.Module()
         parent.add_module(name, model)
@@ -91,7 +96,7 @@ def _prefixes(path: str) -> list[str]:
 
 
 def _all_prefixes(paths: Collection[str]) -> list[str]:
-    """The prefixes of any of the paths, each once, in one order for the same paths."""
+    """The prefixes of all paths, each once, in an order that depends on the paths alone."""
     prefixes: dict[str, None] = {}
     for path in sorted(paths):
         prefixes |= dict.fromkeys(_prefixes(path))
@@ -99,7 +104,7 @@ def _all_prefixes(paths: Collection[str]) -> list[str]:
 
 
 def _common_prefixes(paths: Collection[str]) -> list[str]:
-    """The prefixes that all paths have, beginning with the empty prefix."""
+    """The prefixes that all paths have in common: the empty prefix, then longer and longer ones."""
     shortest = min(paths, key=len, default="")
     common = [""]
     for prefix in _prefixes(shortest):

@@ -32,11 +32,13 @@ def write_quantization_config(
 ) -> None:
     """Add the quantization config of a calibrated model to ``config.json`` in a checkpoint's folder.
 
+    Every export calls this, of a model in memory or from files.
+
     Args:
-        model: a calibrated model.
+        model: a calibrated model; from files, with the meta tensors of the qparams.
         folder: the checkpoint.
-        tensors: names in its files of the model's tensors.
-        unknown: names of further tensors, in full precision, that the model's class does not know.
+        tensors: names of the model's tensors in the checkpoint's files.
+        unknown: names of further tensors there, in full precision, that the model's class does not know.
     """
     compressor = _compressor_of(model)
     config = compressor.quantization_config
@@ -77,7 +79,7 @@ def _ignored_names(
     Args:
         config: from compressed-tensors.
         model: a calibrated model.
-        tensors: names in files of the model's tensors.
+        tensors: names of the model's tensors in the checkpoint's files.
         engines: readers that may look up names of their own.
     """
     modules = dict(model.named_modules())
@@ -97,9 +99,15 @@ def _ignored_names(
 
 
 def _targeted_in_float(config: QuantizationConfig, model: nn.Module, calibrated: Mapping[str, nn.Module]) -> list[str]:
-    """Modules in full precision that a reader would take for quantized, because a target matches them.
+    """Names of modules in full precision that a reader would take for quantized, because a target matches them.
 
-    compressed-tensors ignores modules of the very classes of quantized ones; readers match by inheritance and patterns.
+    compressed-tensors lists in ``ignore`` only modules whose class is exactly that of a quantized one. Readers match
+    subclasses and patterns, too.
+
+    Args:
+        config: from compressed-tensors.
+        model: a calibrated model.
+        calibrated: its quantized modules by name.
     """
     targets: list[str] = []
     for group in config.config_groups.values():
@@ -112,7 +120,12 @@ def _targeted_in_float(config: QuantizationConfig, model: nn.Module, calibrated:
 
 
 def _stored_in_float(tensors: Set[str], modules: Mapping[str, nn.Module]) -> list[str]:
-    """Modules that only the files have, by their names there, whose weights are stored in full precision."""
+    """Names of modules that only the files have and that are stored in full precision: experts of a stack, say.
+
+    Args:
+        tensors: names of the model's tensors in the checkpoint's files.
+        modules: of the model, by name.
+    """
     names = set()
     for tensor in tensors:
         if tensor.endswith(".weight"):
@@ -125,9 +138,13 @@ def _stored_in_float(tensors: Set[str], modules: Mapping[str, nn.Module]) -> lis
 
 
 def _as_towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
-    """The names in ``ignored``, with one pattern for all names in a part of the model without quantized modules.
+    """Shorten ``ignore``: one pattern in place of all names in a part of the model without quantized modules.
 
-    Such a part is a vision tower or a projector. Modules inside a numbered layer keep their names.
+    Such a part (a tower) is a vision tower or a projector. Modules inside a numbered layer keep their names.
+
+    Args:
+        ignored: names and patterns of modules in full precision.
+        quantized: names of quantized modules.
     """
     parents = _names_and_parents(quantized)
     names_of_entry: dict[str, list[str]] = {}
@@ -144,7 +161,12 @@ def _as_towers(ignored: Iterable[str], quantized: Iterable[str]) -> list[str]:
 
 
 def _patterns_of_unknown(unknown: Set[str], known_modules: Iterable[str]) -> list[str]:
-    """Patterns for the outermost modules of tensors that the model's class does not know."""
+    """Patterns of ``ignore`` for tensors that the model's class does not know: one for each outermost unknown module.
+
+    Args:
+        unknown: names of these tensors in the files.
+        known_modules: names of the modules that the model or the files have otherwise.
+    """
     parents = _names_and_parents(known_modules)
     patterns: dict[str, None] = {}
     for tensor in sorted(unknown):
@@ -201,7 +223,7 @@ def _names_and_parents(names: Iterable[str]) -> set[str]:
 
 
 def _outermost_outside(name: str, parents: Set[str]) -> str | None:
-    """The outermost module around ``name``, or itself, that is not among ``parents``; None if all are."""
+    """Of ``name`` and the modules around it, the outermost that is not among ``parents``; None if all are."""
     for prefix in _names_on_the_way(name):
         if prefix not in parents:
             return prefix

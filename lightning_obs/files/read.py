@@ -1,4 +1,4 @@
-"""Read JSON files of users: any fault of a file is an error that names the file."""
+"""Read files of users (configs, indexes, reports, checkpoints): any fault of a file is an error that names the file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lightning_obs.errors import CalibrationError
 
 
 def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
-    """The JSON object in a file.
+    """Read a file that holds one JSON object.
 
     Args:
         path: the file.
-        expected: what the file should hold, for the error.
-        remedy: remedy in the error.
+        expected: the content that the file should have, for the error.
+        remedy: for the error.
+
+    Returns:
+        The object, a dict.
 
     Raises:
         CalibrationError: the file does not exist, is not valid JSON (cut off, not UTF-8, nested too deep), or holds no
@@ -36,7 +39,7 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
 
 @contextmanager
 def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """A block that reads a file: any exception becomes a :class:`CalibrationError` that names it.
+    """For a ``with`` block that reads ``path``: any exception in it becomes a :class:`CalibrationError` that names it.
 
     A :class:`CalibrationError` passes unchanged. ``expected`` and ``remedy`` are as for :func:`read_json`.
     """

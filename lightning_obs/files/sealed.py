@@ -1,4 +1,8 @@
-"""Saved states with a checksum of everything in them: a state that was changed, cut or mixed up is refused."""
+"""Saved states with a checksum of everything in them: a state that was changed, cut or mixed up is refused.
+
+The states of callbacks in Lightning's checkpoints and of unfinished runs are :func:`sealed` when they are saved, and
+pass :func:`require_whole` when they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +18,12 @@ from lightning_obs.files.read import naming
 
 #: the key of the checksum in a sealed state
 SEAL = "crc"
+#: types whose ``repr`` tells any two values apart
 _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with a checksum of everything in it, for :func:`require_whole`."""
+    """A copy of the dict with one more entry: the checksum of all others, which :func:`require_whole` compares."""
     content = {key: value for key, value in state.items() if key != SEAL}
     checksum = state_checksum(content)
     content[SEAL] = checksum
@@ -46,11 +51,13 @@ def require_whole(
 
 
 def state_checksum(value: Any, crc: int = 0) -> int:
-    """CRC-32 of tensors, numbers and strings, and of lists, sets and dicts of them; dicts in any order of their keys.
+    """CRC-32 of a state: of tensors, numbers and strings, and of lists, sets and dicts of them.
+
+    The order of a dict's keys does not matter. Also the checksum of one tensor that was read from a file.
 
     Args:
         value: the state, or a part of it.
-        crc: checksum of what comes before it.
+        crc: the checksum of the parts before this one, which is continued.
     """
     if isinstance(value, torch.Tensor):
         crc = form_checksum(value, crc)
@@ -70,6 +77,7 @@ def state_checksum(value: Any, crc: int = 0) -> int:
 
 
 def _checksum_of_items(items: list[Any], crc: int) -> int:
+    """The checksum ``crc``, continued by the number of items and by each item in its order."""
     crc = state_checksum(f"{len(items)} parts", crc)
     for item in items:
         crc = state_checksum(item, crc)

@@ -1,8 +1,9 @@
 """Safetensors files by position: tensors are written and read one at a time, in any order.
 
-safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here a file begins with its
-complete header. Then each tensor, or some of its rows, is written to its place, and one tensor, or one item of its
-first dimension, is read: nothing else is in memory.
+safetensors writes a file from all of its tensors at once, and maps a whole file to read it. Here only one tensor, or
+some rows of it, is in memory: exports write by :class:`TensorWriter`, which begins a file with its complete header and
+then writes each tensor to its place; loading a checkpoint and quantizing a model from its files read by
+:class:`TensorReader`.
 
 The format: the length of the header in 8 bytes; the header in JSON, ``{name: {dtype, shape, data_offsets}}``; tensors.
 """
@@ -56,7 +57,11 @@ class _Place(NamedTuple):
 
 
 class _OpenFiles:
-    """Descriptors of open files, to be closed together, and the places of all tensors in them."""
+    """The open files of a :class:`TensorWriter` or :class:`TensorReader`: closed together.
+
+    Attributes:
+        places: where each tensor is, by its name.
+    """
 
     def __init__(self) -> None:
         self.places: dict[str, _Place] = {}
@@ -77,11 +82,11 @@ class _OpenFiles:
 
 @dataclass
 class Tally:
-    """Counts the bytes of tensors that were written or searched, and reports them to ``progress``.
+    """Counts the bytes of tensors that were written, or whose ranges were searched, and reports them to ``progress``.
 
     Args:
-        total: all bytes that there will be.
-        progress: called after each tensor.
+        total: bytes of all tensors of the job.
+        progress: called after each tensor; None: nobody is told.
         done: bytes so far.
     """
 
@@ -97,7 +102,10 @@ class Tally:
 
 
 class TensorWriter:
-    """Writes the weight files of a checkpoint: their headers now, tensors as they come, an index for several files.
+    """Writes the weight files of a checkpoint.
+
+    The constructor writes the headers, and an index if there are several files; tensors follow in any order, by
+    :meth:`write` or :meth:`copy`; :meth:`require_complete` checks the end.
 
     Args:
         folder: an existing folder.
@@ -131,7 +139,14 @@ class TensorWriter:
             write_index(folder, split.tensor_to_filename, split.metadata["total_size"])
 
     def _begin_file(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
-        """Write the header, and give the file its final size. Every process that does it writes the same bytes."""
+        """Write a file's header, give it its final size, and keep the place of each tensor.
+
+        Several processes may do this to one file, each for its own share of the tensors: all write the same bytes.
+
+        Args:
+            path: of the file.
+            layout: a meta tensor for each tensor in the file, by name.
+        """
         names = sorted(layout, key=lambda name: _order_in_file(name, layout[name]))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
@@ -163,7 +178,7 @@ class TensorWriter:
             first: index of the first of these rows.
 
         Raises:
-            CalibrationError: dtype or shape are not those of the layout.
+            CalibrationError: the dtype or shape differs from the layout's.
         """
         place = self._files.places[name]
         size = rows.numel() * rows.itemsize
@@ -188,7 +203,13 @@ class TensorWriter:
         self._tally.add(name, size)
 
     def copy(self, name: str, reader: TensorReader, source: str) -> None:
-        """Copy the bytes of the tensor ``source`` of ``reader``, which has the same dtype and shape."""
+        """Write the tensor ``name`` by copying a tensor of another checkpoint, block by block.
+
+        Args:
+            name: a name of the layout.
+            reader: of the other checkpoint.
+            source: the tensor's name there; its dtype and shape are the same.
+        """
         place = self._files.places[name]
         copied = 0
         for block in reader.blocks(source):
@@ -209,14 +230,18 @@ class TensorWriter:
 
 
 class TensorReader:
-    """Reads the tensors of a folder of safetensors files, by name. Headers are checked against the files' sizes.
+    """Reads the tensors of a folder of safetensors files, by name; iterating over it gives the names.
+
+    The constructor opens the files and checks their headers against their sizes. It is used to load a checkpoint, and
+    to quantize one from its files.
 
     Args:
         folder: holds ``model.safetensors``, or an index and the files that it names.
 
     Attributes:
         files: names of the files that hold the tensors, and of their index.
-        checksums: the checksum of every tensor (item None), or item of one, that was read; None before :meth:`watch`.
+        checksums: by a tensor's name and an index of its first dimension (None: the whole tensor), the checksum of
+            everything that was read; None before :meth:`watch`.
 
     Raises:
         CalibrationError: there are no safetensors files; an index that names a tensor twice, or a file that is not in
@@ -242,7 +267,12 @@ class TensorReader:
             self.files.append(INDEX_FILE)
 
     def _open(self, path: Path, expected_names: set[str] | None) -> None:
-        """Open a file, check its header, and keep the places of its tensors; None: any names are accepted."""
+        """Open a file, check its header, and keep the places of its tensors.
+
+        Args:
+            path: of the file.
+            expected_names: the tensors that it has to hold, by the index; None: there is no index.
+        """
         if not path.is_file():
             raise CalibrationError(
                 f"{path} is missing",
@@ -288,13 +318,22 @@ class TensorReader:
         return self._open_files.places[name].meta
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
-        """A tensor, or one item ``(1, ...)`` of its first dimension, on the CPU in memory of its own."""
+        """Read a tensor, or one item of its first dimension; raises if a watched tensor has changed (:meth:`watch`).
+
+        Args:
+            name: of the tensor.
+            item: an index of the first dimension, such as an expert's; None: the whole tensor.
+
+        Returns:
+            The tensor, or ``(1, ...)``, on the CPU, in memory of its own.
+        """
         data = self._read(name, item)
         if self.checksums is not None:
             self._require_unchanged((name, item), state_checksum(data))
         return data
 
     def _read(self, name: str, item: int | None) -> torch.Tensor:
+        """Read as :meth:`read` does, without comparing checksums."""
         place = self._open_files.places[name]
         start = place.start
         if item is None:
@@ -306,7 +345,7 @@ class TensorReader:
         return data
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of a tensor, in order, in blocks of up to 16 MiB; each block is overwritten by the next."""
+        """Yield the bytes of a tensor in order, in blocks of up to 16 MiB; each block is overwritten by the next."""
         place = self._open_files.places[name]
         size = place.meta.nbytes
         checksum = form_checksum(place.meta)
@@ -321,16 +360,19 @@ class TensorReader:
             self._require_unchanged((name, None), checksum)
 
     def watch(self, checksums: Mapping[tuple[str, int | None], int] | None = None) -> None:
-        """Keep the checksums of all that is read from now on: reading other bytes the second time is an error.
+        """Keep the checksum of everything that is read from now on; reading other bytes later is an error.
+
+        For a run that reads a checkpoint several times, or continues a killed run.
 
         Args:
-            checksums: of tensors that were read earlier, by another process perhaps.
+            checksums: of tensors that were read earlier, as in :attr:`checksums`, perhaps by another process.
         """
         watched = dict(self.checksums or {})
         watched.update(checksums or {})
         self.checksums = watched
 
     def _require_unchanged(self, key: tuple[str, int | None], checksum: int) -> None:
+        """Keep the checksum of a tensor that was read; raise if it was read before with another one."""
         assert self.checksums is not None
         earlier = self.checksums.setdefault(key, checksum)
         if earlier != checksum:
@@ -360,7 +402,11 @@ def _order_in_file(name: str, tensor: torch.Tensor) -> tuple[int, str, str]:
 
 
 def _read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
-    """A file's header without metadata, and the offset of the first tensor's bytes."""
+    """Read the header of an open file.
+
+    Returns:
+        The entry of each tensor by name, and the offset in the file from which ``data_offsets`` count.
+    """
     (length,) = _LENGTH.unpack(os.pread(file, _LENGTH.size, 0))
     data_start = _LENGTH.size + length
     size = os.fstat(file).st_size
@@ -372,7 +418,10 @@ def _read_header(path: Path, file: int) -> tuple[dict[str, Any], int]:
 
 
 def _checked_meta(name: str, entry: Mapping[str, Any]) -> torch.Tensor:
-    """A meta tensor of a header's entry; an entry that no writer writes raises an error of any class."""
+    """A meta tensor with the shape and dtype of a header's entry.
+
+    A wrong entry raises an error of any class, which the ``naming`` block around the call turns into one of the file.
+    """
     shape = entry["shape"]
     start, stop = entry["data_offsets"]
     for number in (start, stop, *shape):
@@ -413,7 +462,9 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str, file: str = WEIGHTS_FILE) -> Any:
-    """The names of the files and the tensors in each, as transformers distributes them.
+    """Distribute tensors to files of a limited size, as transformers does.
+
+    The writer of a checkpoint calls this; the command line calls it with no tensors, to check ``max_shard_size``.
 
     Args:
         layout, max_shard_size, file: as for :class:`TensorWriter`.
@@ -430,11 +481,11 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
 
 
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
-    """Write the index of several files.
+    """Write ``model.safetensors.index.json``, which names the file of each tensor.
 
     Args:
         folder: the folder of the files.
-        files: the name of each tensor's file.
+        files: by tensor, the name of its file.
         size: bytes of all tensors.
     """
     index = {"metadata": {"total_size": size}, "weight_map": files}
@@ -442,7 +493,7 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, str]:
-    """The name of each tensor's file."""
+    """The name of each tensor's file, by the index in ``folder``; raises for files outside the folder."""
     path = folder / INDEX_FILE
     index = read_json(path, remedy=_DOWNLOAD_AGAIN)
     with naming(path, remedy=_DOWNLOAD_AGAIN):
@@ -475,6 +526,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def _write_all(file: int, data: memoryview, start: int) -> None:
+    """Write all of ``data`` at the offset ``start`` of an open file; the system may take it in several pieces."""
     while data:
         count = os.pwrite(file, data, start)
         data = data[count:]
@@ -482,6 +534,7 @@ def _write_all(file: int, data: memoryview, start: int) -> None:
 
 
 def _read_all(file: int, data: memoryview, start: int) -> None:
+    """Fill ``data`` with the bytes at the offset ``start`` of an open file."""
     while data:
         count = os.preadv(file, [data], start)
         if count == 0:

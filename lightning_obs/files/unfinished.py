@@ -1,6 +1,7 @@
 """The state of a long run after each of its steps, so that a killed run continues after the last finished step.
 
-The states are in a folder beside the run's output, together with the output files that are finished:
+Such a run is the calibration layer by layer (``streaming/layerwise.py``), where a step is a block of layers. The states
+are in a folder beside the run's output, together with the output files that are finished:
 
     <name>.unfinished/
         lock                    locked by rank 0 as long as it lives
@@ -35,10 +36,10 @@ _WRITTEN_NAMES = re.compile(r"lock|state-\d+-\d+\.pt|model-\d{5}-of-\d{5}\.safet
 
 
 class Unfinished:
-    """The folder of states beside the output of a run.
+    """The folder of states beside the output of a run; the calibration layer by layer opens one at its beginning.
 
     Args:
-        out: the output of the run.
+        out: the folder that the run writes when it is complete.
         rank: of this process.
         ranks: how many ranks there are; they are at most one step apart.
 
@@ -91,7 +92,9 @@ class Unfinished:
             _delete(self._path(earlier_step))
 
     def load(self, step: int) -> dict[str, Any]:
-        """The state after a step: tensors, numbers, strings, and lists, tuples, dicts of them.
+        """Read this rank's state after a step, as it was given to :meth:`save`.
+
+        It may hold tensors, numbers, strings, and lists, tuples and dicts of them.
 
         Raises:
             CalibrationError: it cannot be read, has changed since it was saved, or is of another step or rank.
@@ -116,7 +119,10 @@ class Unfinished:
         return self.folder / f"state-{step}-{self.rank}.pt"
 
     def remove(self) -> None:
-        """Delete the files that runs wrote here, of all ranks, and the folder if nothing else is in it."""
+        """Delete the files of all ranks, and the folder if nothing else is in it.
+
+        Called when the run has written its output, and by :meth:`close`.
+        """
         for path in self.folder.glob("*"):
             if _WRITTEN_NAMES.fullmatch(path.name):
                 _delete(path)
@@ -124,7 +130,7 @@ class Unfinished:
             self.folder.rmdir()
 
     def close(self) -> None:
-        """Release the lock; rank 0 deletes a folder in which it has no state."""
+        """Release the lock at the end of the run, finished or not; rank 0 deletes a folder in which it has no state."""
         if self.rank == 0 and not self.steps:
             self.remove()
         os.close(self._lock)

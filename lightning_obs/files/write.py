@@ -1,5 +1,8 @@
 """Atomic writes: a path always holds the complete old or the complete new content.
 
+Everything that the package writes for a user passes here: exports by :func:`whole_folder`, reports, ONNX files and
+states by :func:`whole_file`.
+
 Whatever is written begins in a hidden folder beside its path:
 
     .lightning_obs.<random>.partial/
@@ -48,7 +51,13 @@ _BLOCK = 1 << 22
 
 
 def require_free(folder: Path, overwrite: bool) -> None:
-    """Refuse a folder that an export could not create, or replace where ``overwrite`` is set; called before the work.
+    """Refuse a folder that an export could not create, or could not replace if ``overwrite`` is set.
+
+    Called before the work begins, and by :func:`whole_folder`.
+
+    Args:
+        folder: that will be written.
+        overwrite: whether a checkpoint in it may be replaced.
 
     Raises:
         CalibrationError: the folder cannot be written; it holds files and ``overwrite`` is off, or files that no export
@@ -75,9 +84,11 @@ def require_free(folder: Path, overwrite: bool) -> None:
 
 
 def _refuse_unmovable(target: Path, folder: Path) -> None:
-    """Refuse to replace a folder (``target``, as the system resolves it) that the process or the system holds in place.
+    """Refuse a folder that cannot be renamed: the working folder, one around it, or a mount point.
 
-    The error names ``folder``, as the user wrote it.
+    Args:
+        target: the folder without symlinks.
+        folder: as the user wrote it, for the error.
     """
     kind = None
     if Path.cwd().is_relative_to(target):
@@ -91,7 +102,10 @@ def _refuse_unmovable(target: Path, folder: Path) -> None:
 
 
 def _refuse_foreign_while_others_write(target: Path, folder: Path) -> None:
-    """Refuse files that no export wrote; look again if another export replaced the folder while it was read."""
+    """Refuse files that no export wrote (:func:`refuse_foreign`).
+
+    Another export may replace the folder while it is read here, and cause the failure: then the new folder is read.
+    """
     while True:
         status_before = target.stat()
         try:
@@ -111,6 +125,10 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 @contextmanager
 def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
     """Write a folder: yields a temporary one beside it, which takes its name when the block ended without an error.
+
+    Args:
+        folder: to write.
+        overwrite: replace the checkpoint that is there.
 
     Raises:
         CalibrationError: as :func:`require_free`; or writing failed. The path then holds what it held before.
@@ -133,6 +151,10 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 @contextmanager
 def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator[Path]:
     """Write a file: yields a temporary path beside it; it takes its name when the block ended without an error.
+
+    Args:
+        file: to write.
+        overwrite: replace the file that is there.
 
     Raises:
         CalibrationError: ``file`` exists and ``overwrite`` is off; or writing failed. The path then holds what it held
@@ -169,7 +191,7 @@ def require_room(partial: Path, size: int) -> None:
 
 @contextmanager
 def _errors_name(path: Path) -> Iterator[None]:
-    """A block that writes ``path``: errors of the system become a :class:`CalibrationError` that names it."""
+    """For a ``with`` block that writes: errors of the system become a :class:`CalibrationError` that names ``path``."""
     try:
         if "\0" in str(path):
             raise OSError(errno.EINVAL, "a path cannot hold a NUL")
@@ -197,9 +219,10 @@ def write_contents(folder: Path) -> None:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Refuse a folder in which a listed file is missing or has other bytes than were written; called before loading.
+    """Refuse a folder in which a listed file (:data:`CONTENTS_FILE`) is missing or has changed.
 
-    A folder without a list, which other programs write, is accepted.
+    Called when a checkpoint is loaded, or quantized from its files. A folder without a list, which other programs
+    write, is accepted.
     """
     if not (folder / CONTENTS_FILE).exists():
         return
@@ -222,7 +245,7 @@ def refuse_foreign(folder: Path, shown: Path | None = None) -> None:
 
     Args:
         folder: where the files are now.
-        shown: the path that the error names, if it is another one.
+        shown: the path that the error names; None: ``folder``.
     """
     try:
         checksums = _listed_checksums(folder)
@@ -249,6 +272,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _listed_checksums(folder: Path) -> dict[str, int | None]:
+    """The checksum of each file in the folder's list (:data:`CONTENTS_FILE`), by relative path."""
     path = folder / CONTENTS_FILE
     contents = read_json(path, remedy=_WRITE_AGAIN)
     with naming(path, remedy=_WRITE_AGAIN):
@@ -272,10 +296,15 @@ def file_checksum(path: Path) -> int | None:
 
 
 class Staging:
-    """A hidden folder beside ``target``, a path without symlinks.
+    """The hidden folder in which new content is written before it takes its name; see the module's docstring.
+
+    :func:`whole_folder` and :func:`whole_file` make one for each write, and close it.
+
+    Args:
+        target: the path that the content will take, without symlinks.
 
     Attributes:
-        target: the path that the content will take.
+        target: as given.
         partial: a path inside the hidden folder, at which the caller writes the content.
     """
 
@@ -365,6 +394,7 @@ def clean_up_after_killed_writers(parent: Path) -> None:
 
 
 def _put_back_and_delete(hidden: Path) -> None:
+    """Delete a hidden folder; a replaced folder in it goes back to its name if the name is free."""
     for replaced in list(hidden.glob("replaced/*")):
         target = hidden.parent / replaced.name
         if not os.path.lexists(target):
@@ -387,7 +417,11 @@ def _make_locked_folder(parent: Path) -> tuple[Path, int]:
 
 
 def _lock_of_killed_writer(hidden: Path) -> int | None:
-    """The lock of a hidden folder whose writer has ended; None if the writer lives, or nobody can tell."""
+    """Lock a hidden folder whose writer has ended.
+
+    Returns:
+        The file descriptor of the lock; None if the writer lives, or this cannot be told.
+    """
     try:
         if hidden.is_symlink() or hidden.stat().st_uid != os.getuid():
             return None

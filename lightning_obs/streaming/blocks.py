@@ -3,7 +3,7 @@
 A block reads more than the output of the block before it: masks, position embeddings, tensors that the model adds
 between blocks. So the model's own forward runs again for each block, up to that block. Earlier blocks compute nothing;
 the block before the running one returns the output that was kept for this batch. A model whose blocks pass on anything
-else (shared keys) is refused.
+else (shared keys) is refused. ``layerwise.py`` loads the blocks, runs them by a :class:`BlockRunner`, and frees them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ _IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (dev
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
-    """The decoder's list of blocks and its name: the only ``ModuleList`` of modules that transformers never splits.
+    """Find the decoder's list of blocks: its only ``ModuleList`` of modules that transformers never splits.
 
     Args:
         model: a ``PreTrainedModel``, which may have a vision tower with blocks of its own beside the decoder.
+
+    Returns:
+        The name of the list in the model, and the list.
 
     Raises:
         CalibrationError: the decoder has no such list, or several.
@@ -96,7 +99,7 @@ class BlockRunner:
         self._output: Any = None  # before the block has run, the kept output of the block before; then its own
 
     def attach(self, stack: ExitStack) -> None:
-        """Replace the blocks' forwards until ``stack`` closes."""
+        """Replace the blocks' forwards until ``stack`` closes; called once, before the first :meth:`run`."""
         for index, block in enumerate(self.blocks):
             replaced_forward = partial(self._on_block_call, index, block.forward)
             stack.callback(set_attributes(block, forward=replaced_forward))
@@ -143,7 +146,19 @@ class BlockRunner:
             raise self._refusal(got) from error
 
     def _on_block_call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in place of a block's ``forward`` when the model calls the block."""
+        """Run in place of a block's ``forward`` when the model calls the block.
+
+        Args:
+            index: the block's number.
+            forward: its own forward, called only in the running block.
+            args, kwargs: of the model's call.
+
+        Returns:
+            The kept output of the block before the running one; for earlier blocks, tensors without data.
+
+        Raises:
+            _BlockDone: the running block has run; its output is kept.
+        """
         if index != self._calls:
             raise self._refusal(f"block {index} was called after {self._calls} others")
         self._calls += 1
@@ -157,7 +172,14 @@ class BlockRunner:
         return self._unread(self._output)
 
     def _unread(self, output: Any) -> Any:
-        """An output that no block will read: tensors of the same shapes without memory; writing to them is an error."""
+        """The output of a block that is not computed, and that no block will read.
+
+        Args:
+            output: of another block, for the shapes and dtypes.
+
+        Returns:
+            The same tree with tensors that take no memory; writing to them is an error.
+        """
         zero = torch.zeros((), device=self._device)
 
         def expanded(tensor: torch.Tensor) -> torch.Tensor:
@@ -166,6 +188,7 @@ class BlockRunner:
         return tree_map_only(torch.Tensor, expanded, output)
 
     def _refusal(self, got: str) -> CalibrationError:
+        """The error to raise for a model that cannot be run block by block; ``got`` is what happened."""
         return CalibrationError(
             "the model cannot be run block by block",
             where=[type(self.session.model).__name__],

@@ -107,7 +107,7 @@ def _require_workers(workers: int | Collectives) -> None:
 
 
 def _require_no_data(options: CalibrationOptions) -> None:
-    """Raise a CalibrationError for options that need more than the weights; it names everything that needs data."""
+    """Raise a CalibrationError for options that need calibration data; it names everything that needs them."""
     static_activations = []
     observers_of_inputs = []
     for group in config_groups(options.config):
@@ -131,7 +131,14 @@ def _require_no_data(options: CalibrationOptions) -> None:
 
 
 def _quantize_share(files: QuantizedFiles, new_folder: Path, max_shard_size: int | str, ranks: Collectives) -> None:
-    """Write this rank's share of all tensors; every rank computes the same shares."""
+    """Write this rank's share of all tensors: fused sets of about equal size, and copied tensors in turn.
+
+    Args:
+        files: the quantized files, open.
+        new_folder: where they are written.
+        max_shard_size: bytes of one file of weights.
+        ranks: share the work; every rank computes the same shares. A single process writes everything.
+    """
     fused_sets = files.fused_sets()
     sizes = []
     for module_names in fused_sets:

@@ -29,7 +29,8 @@ _VERSIONS = ("lightning_obs", "torch", "transformers", "compressed_tensors")
 class FinishedBlocks:
     """The files of finished blocks, and the state after each block, in the folder of an unfinished run.
 
-    Each rank has one. Made before any block is loaded: from then on, checksums of all that ``source`` reads are kept.
+    Each rank's run (``layerwise.py``) makes one before any block is loaded: from then on, checksums of all that
+    ``source`` reads are kept.
 
     Args:
         unfinished: the folder, which this rank has opened.
@@ -52,11 +53,11 @@ class FinishedBlocks:
         return f"delete {self.folder} to start over, or choose another folder."
 
     def add(self, file: str) -> None:
-        """Seal a complete file of the folder: its checksum is saved with every state from now on."""
+        """Seal a complete file of the folder, just written: its checksum is saved with every state from now on."""
         self._file_checksums[file] = file_checksum(self.folder / file)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save the state after ``step`` blocks, with the facts and checksums that it depends on."""
+        """Save the state of the run after ``step`` blocks, with the facts and checksums that it depends on."""
         sealed_state = dict(state)
         sealed_state["facts"] = self._facts
         sealed_state["read"] = self._source.reader.checksums
@@ -88,7 +89,10 @@ class FinishedBlocks:
         return state
 
     def require_whole(self) -> None:
-        """Raise a CalibrationError for files of finished blocks that are missing, or changed since they were sealed."""
+        """Raise a CalibrationError for files of finished blocks that are missing, or changed since they were sealed.
+
+        Called when a run goes on after a killed one, and before the files become the new checkpoint.
+        """
         missing = []
         changed = []
         for file, checksum in self._file_checksums.items():
@@ -108,7 +112,7 @@ def facts_of_run(
 
     Args:
         source: the checkpoint that is read.
-        observation: its options, observers and ranks.
+        observation: has the options, observers and ranks.
         batches: the calibration data of this rank.
         runs: how the blocks are run, by the name of the option.
 

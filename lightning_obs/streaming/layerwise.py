@@ -1,7 +1,8 @@
 """Calibrate a checkpoint layer by layer: one block of the decoder in memory at a time, for any number of batches.
 
 A block is loaded, run on all batches, calibrated, compressed to a file of its own, and freed; its outputs are the
-inputs of the next. A killed run goes on from these files and the outputs of the last block.
+inputs of the next. A killed run goes on from these files and the outputs of the last block. A part is a block, or all
+modules outside of blocks (embeddings, norms, the head), which share the last file.
 """
 
 from __future__ import annotations
@@ -138,6 +139,9 @@ _ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ra
 class _LayerwiseRun:
     """A run of :func:`calibrate_layerwise` on one rank.
 
+    That function calls :meth:`go_on_after` if an earlier run was killed, then :meth:`run`, and :meth:`complete` on
+    rank 0.
+
     Args:
         source: the checkpoint that is read.
         session: over ``source.model``.
@@ -187,7 +191,7 @@ class _LayerwiseRun:
         self._earlier_measurements = 0
 
     def go_on_after(self, step: int) -> None:
-        """Take over the first ``step`` blocks from an earlier run. Called on all ranks, before :meth:`run`."""
+        """Take over the first ``step`` blocks from a killed run. Called on all ranks, before :meth:`run`."""
         state = self._finished.load(step)
         self._step = step
         self._runner.outputs = state["outputs"]
@@ -200,7 +204,9 @@ class _LayerwiseRun:
     def run(self, stack: ExitStack) -> None:
         """Finish every unfinished block, then the modules outside of blocks.
 
-        ``stack`` closes at the end of the calibration: it detaches the session, and frees modules outside of blocks.
+        Args:
+            stack: collects the clean-up, and is closed after the calibration: then the session is detached, and
+                modules outside of blocks are freed.
         """
         session = self._session
         outside = set(self._parts[-1])
@@ -224,10 +230,10 @@ class _LayerwiseRun:
         self.result.seconds = time.perf_counter() - self._started
 
     def _load_at_first_call(self, name: str, stack: ExitStack) -> None:
-        """Load a module outside of blocks at its first call, and keep it until ``stack`` closes.
+        """Let a module outside of blocks be loaded at its first call, and be kept until ``stack`` closes.
 
-        Of an embedding that is not quantized, only the rows that tokens look up are loaded, in each call; its weight
-        stays on the meta device for good.
+        An embedding that is not quantized loads, in each call, only the rows that tokens look up; its weight stays on
+        the meta device for good.
         """
         module = self._source.model.get_submodule(name)
         if isinstance(module, torch.nn.Embedding) and name not in self._files.quantized:
@@ -241,7 +247,10 @@ class _LayerwiseRun:
         remove_hook = keep_hook_out(module, module.register_forward_pre_hook(load, prepend=True))
 
     def _finish_block(self, block: int) -> None:
-        """Run a loaded block on all batches, calibrate it, and save its file and its outputs."""
+        """Run a loaded block on all batches, calibrate it, and save its file and its outputs.
+
+        If inputs are quantized, the block runs a second time with its quantized weights, for the inputs of the next.
+        """
         session = self._session
         module_names = set(self._parts[block])
         is_planned = any(target.name in module_names for target in session.plan.targets)
@@ -259,7 +268,10 @@ class _LayerwiseRun:
                 self._save(block + 1)
 
     def _finish_modules_outside(self) -> None:
-        """As :meth:`_finish_block`, for the modules outside of blocks; the quantized modules among them are loaded."""
+        """Calibrate the modules outside of blocks and write their file; the quantized ones are loaded.
+
+        They were observed while blocks ran; the modules after the last block run now, if any of them is observed.
+        """
         session = self._session
         last = len(self._runner.blocks)
         module_names = set(self._parts[last])
@@ -272,7 +284,7 @@ class _LayerwiseRun:
                 self._write_part(last)
 
     def _add(self, part_result: CalibrationResult | None) -> None:
-        """Add the result of a part to the result of the run."""
+        """Add the result of a part, if it has planned modules, to the result of the run."""
         measurements = self._session.observation.calls.measurements
         self.result.measurements = self._earlier_measurements + measurements
         if part_result is None:
@@ -283,7 +295,7 @@ class _LayerwiseRun:
             setattr(self.result, name, total | addend if isinstance(total, dict) else total + addend)
 
     def _save(self, step: int) -> None:
-        """Save the state after ``step`` blocks."""
+        """Save everything that a run needs to go on after ``step`` blocks."""
         result = {name: getattr(self.result, name) for name in (*_ADDED, "measurements")}
         state = {
             "files": self._file_of_tensor,
@@ -294,7 +306,11 @@ class _LayerwiseRun:
         self._finished.save(step, state)
 
     def _write_part(self, index: int) -> None:
-        """Write the file of a block, or of the modules outside of blocks, on rank 0; other ranks learn its tensors."""
+        """Write the file of a part on rank 0; every rank keeps the names of the tensors in it.
+
+        Args:
+            index: of the part: the block's number, or the number of blocks for the modules outside of blocks.
+        """
         module_names = set(self._parts[index])
         quantized_modules = [name for name in self._files.quantized if name in module_names]
         copied = self._files.copied_of(module_names)
@@ -319,7 +335,12 @@ class _LayerwiseRun:
         self._finished.add(file)
 
     def _layout(self, quantized_modules: Iterable[str], copied: Iterable[str]) -> Mapping[str, torch.Tensor]:
-        """A meta tensor of each tensor of a part's file; a module without qparams is laid out in full precision."""
+        """A meta tensor of each tensor of a part's file, by its name there.
+
+        Args:
+            quantized_modules: of the part; a module that holds no qparams is laid out in full precision.
+            copied: names in the source's files of the tensors that are stored as they are.
+        """
         files = self._files
         layout = {}
         for name in copied:
@@ -342,7 +363,16 @@ class _LayerwiseRun:
 
 
 def _module_names_of_parts(model: torch.nn.Module, blocks_name: str, count: int) -> list[list[str]]:
-    """The names of the modules of each block, itself included; last, the names of the modules outside of blocks."""
+    """The names of the modules of each part.
+
+    Args:
+        model: all of it.
+        blocks_name: the name of the list of blocks.
+        count: how many blocks there are.
+
+    Returns:
+        For each block, itself and the modules inside it; last, the modules outside of blocks.
+    """
     inside: list[list[str]] = [[] for _ in range(count)]
     outside = []
     prefix = f"{blocks_name}."

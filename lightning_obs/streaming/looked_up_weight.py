@@ -34,7 +34,13 @@ class LookedUpWeight(torch.Tensor):
     def of(
         cls, meta_weight: torch.Tensor, run_device: torch.device, read: Callable[..., torch.Tensor]
     ) -> LookedUpWeight:
-        """In the place of a meta tensor; no row is read."""
+        """Make the weight of an embedding; no row is read yet.
+
+        Args:
+            meta_weight: the model's meta tensor ``(rows, columns)``, whose place this weight takes.
+            run_device: where the model runs.
+            read: returns a row ``(1, columns)`` by its number, or without a number the whole weight.
+        """
         weight = meta_weight.detach().as_subclass(cls)
         weight.meta_weight = meta_weight
         weight.run_device = run_device
@@ -46,6 +52,7 @@ class LookedUpWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for every function of this weight; the class says which of them read the files."""
         if function == torch.Tensor.device.__get__:
             return args[0].run_device
         if function in (torch.Tensor.__getitem__, torch.Tensor.index_select):

@@ -1,4 +1,7 @@
-"""Build the model of a checkpoint without data: every parameter and buffer is on the meta device."""
+"""Build the model of a checkpoint without data: every parameter and buffer is on the meta device.
+
+``source.py`` does this for every checkpoint that is quantized from its files.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +62,7 @@ def _class_of_transformers(names: Any) -> Any:
 
 
 def _first_floating_dtype(reader: TensorReader) -> torch.dtype | None:
+    """The dtype of the first tensor in floating point; None without one."""
     for name in reader:
         dtype = reader.meta(name).dtype
         if dtype.is_floating_point:
@@ -77,10 +81,12 @@ def _move_constants_to_meta(model: Any) -> None:
 
 @contextmanager
 def custom_code_named(name: str, remedy: str) -> Iterator[None]:
-    """Replace transformers' error about ``trust_remote_code`` inside the ``with`` block by a CalibrationError.
+    """For a ``with`` block that loads: transformers' error about ``trust_remote_code`` becomes a CalibrationError.
+
+    The command line loads models and tokenizers in such a block, too.
 
     Args:
-        name: what is loaded, for the error: a folder, or the tokenizer of a folder.
+        name: of the loaded thing, for the error: a folder, or the tokenizer of a folder.
         remedy: how the user can go on.
     """
     try:

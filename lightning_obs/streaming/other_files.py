@@ -16,9 +16,14 @@ _READ_BY_TRANSFORMERS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.inde
 
 
 def copy_other_files(folder: Path, new_folder: Path) -> None:
-    """Copy all files but weights, hidden files and the list of an export's files, unless they exist already.
+    """Copy the files beside a source's weights into a new checkpoint; files that exist there already stay.
 
-    Warns of weights that transformers does not read, such as ``consolidated.safetensors``: they are left out.
+    Left out are weights, hidden files and the list of an export's files. A warning names weights that transformers does
+    not read, such as ``consolidated.safetensors``. Every export from files calls this, and the command line's exports.
+
+    Args:
+        folder: of the source.
+        new_folder: of the new checkpoint.
     """
     left_out = []
     for path in sorted(folder.rglob("*")):

@@ -1,4 +1,8 @@
-"""Calibrate a model part by part: one fused set of weights, or one block, is in memory at a time."""
+"""Calibrate a model part by part: one fused set of weights, or one block, is in memory at a time.
+
+A fused set is the modules that engines multiply as one matrix (q, k, v), so their scales are found together. An
+observation (:class:`~lightning_obs.calibration.observation.Observation`) is a plan with its observers and statistics.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from lightning_obs.model.module_qparams import clear_qparams
 def calibrated(
     observation: Observation, module_names: Collection[str], on_weight: Progress | None = None
 ) -> Iterator[CalibrationResult | None]:
-    """Calibrate some modules of an observation; they hold their qparams for the length of the ``with`` block.
+    """Search the ranges of some modules; they hold their qparams for the length of the ``with`` block, to be written.
 
     At its end qparams and statistics are removed, so that only one part is in memory. Every rank must call this.
 

@@ -3,6 +3,10 @@
 A tensor of the source belongs to a module that is quantized, or is copied as bytes. All names, shapes and dtypes of the
 new files follow from the plan, before any data is read: the qparams that modules will have are put on them as meta
 tensors. So the place of each tensor in the new files is known from the beginning.
+
+``checkpoint_weights.py`` and its worker processes write one fused set after the other; ``layerwise.py`` writes one block
+after the other. A fused set is the modules that engines multiply as one matrix (q, k, v), so their scales are found
+together.
 """
 
 from __future__ import annotations
@@ -39,16 +43,16 @@ class CopiedTensor(NamedTuple):
 
 
 class QuantizedFiles:
-    """The files of the quantized checkpoint of a source, which is open.
+    """The files of a new, quantized checkpoint: their layout, and methods that write parts of them.
 
     Args:
-        source: the checkpoint that is read.
+        source: the checkpoint in full precision that is read; it is open.
         observation: of the source's model; its plan says which modules are quantized.
         progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
 
     Attributes:
-        quantized: names of the modules that are not copied: planned ones, and experts beside them, which the source may
-            hold in a stack, and which are stored one by one.
+        quantized: names of the modules whose tensors are not copied: planned modules, and the other experts of their
+            layer, since the source may hold all experts in one stack and the new files hold them one by one.
         copied: by name in the source's files, the tensors that are stored as they are.
         layout: by name in the new files, a meta tensor of each stored tensor.
         tally: counts the bytes written.
@@ -93,14 +97,16 @@ class QuantizedFiles:
     def put_later_qparams(self, skipped: Container[str] = ()) -> None:
         """Give all planned modules, except the ``skipped`` ones, meta tensors of the qparams that they will have.
 
-        With them the model is laid out, and its quantization config written, as if it were calibrated.
+        With them the model is laid out, and its quantization config written, as if it were calibrated. Called by the
+        constructor, and again by the run layer by layer, whose modules have lost their qparams, before it writes the
+        config.
         """
         for target in self.observation.plan.targets:
             if target.name not in skipped:
                 write_qparams(target.module, target.scheme, meta_qparams(target))
 
     def _find_quantized(self) -> list[str]:
-        """The planned modules; with some experts of a layer, the Linears of all its experts."""
+        """The names for :attr:`quantized`: planned modules, and the Linears of all experts of a layer that has any."""
         planned = {target.name for target in self.observation.plan.targets}
         expert_prefixes = []
         for container in linear_experts(self.source.model):
@@ -115,7 +121,7 @@ class QuantizedFiles:
         return names
 
     def _find_copied(self) -> dict[str, CopiedTensor]:
-        """The tensors of the source's files of which no quantized module is made."""
+        """The tensors for :attr:`copied`: those in the source's files that no quantized module is made of."""
         source = self.source
         quantized = set(self.quantized)
         copied: dict[str, CopiedTensor] = {}
@@ -134,7 +140,11 @@ class QuantizedFiles:
         return copied
 
     def copied_of(self, module_names: Set[str]) -> list[str]:
-        """Names in the source of the copied tensors of these modules; unknown tensors count as the model's own ('')."""
+        """Names in the source's files of the copied tensors that belong to these modules.
+
+        Args:
+            module_names: names in the model. The model itself (``""``) has the tensors that its class does not know.
+        """
         names = []
         for name, tensor in self.copied.items():
             if _module_of(tensor.name_in_model) in module_names:
@@ -143,7 +153,7 @@ class QuantizedFiles:
 
     @property
     def _unknown(self) -> Set[str]:
-        """Names of the copied tensors that the model does not know, in one order in every process."""
+        """Names of the copied tensors that the model's class does not know, in one order in every process."""
         unknown: dict[str, None] = {}
         for name, tensor in self.copied.items():
             if not tensor.name_in_model:
@@ -175,13 +185,13 @@ class QuantizedFiles:
     # ------------------------------------------------------------------ writing
 
     def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
-        """Load modules, observe their weights, and write their entries."""
+        """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them."""
         with self.source.loaded(module_names), calibrated(self.observation, module_names):
             for name in module_names:
                 self.write_module(writer, name)
 
     def write_module(self, writer: TensorWriter, module_name: str) -> None:
-        """Write the entries of a loaded module: compressed if it holds qparams."""
+        """Write the entries of a loaded module; they are compressed here if it holds qparams."""
         for key, rows, first in module_entries(self.source.model.get_submodule(module_name)):
             writer.write(self.stored_as[f"{module_name}.{key}"], rows, first)
 

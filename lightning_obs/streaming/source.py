@@ -2,7 +2,8 @@
 
 ``config.json`` names the class that wrote the checkpoint. That class is built without data, with experts as Linears.
 The files may hold a parameter under the name that transformers saves it by, under its name in the model, or as one
-expert's item in a stack of all experts.
+expert's item in a stack of all experts (a 3-D tensor). Everything that quantizes a checkpoint from its files makes a
+:class:`CheckpointSource`: ``checkpoint_weights.py`` through ``quantized_files.py``, and ``layerwise.py``.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class Location(NamedTuple):
     tensor: str
     #: the expert's number if the tensor is a stack of experts; None: the tensor is the parameter
     item: int | None = None
-    #: the expert's projection: gate, up, down
+    #: the expert's projection: gate, up, down; empty outside of experts
     role: str = ""
     #: whether the stack holds gate and up together
     joined: bool = False
+    #: the expert that has the parameter; None outside of a stack
     expert: LinearExpert | None = None
 
 
@@ -90,11 +92,14 @@ class CheckpointSource:
             on_error.pop_all()
 
     def _locate(self, name: str, stack_names: Mapping[str, str]) -> Location | None:
-        """Where the files hold a parameter or buffer; None if they do not.
+        """Find a parameter or buffer in the files: under one of its names, or in a stack of experts.
 
         Args:
             name: its name in the model.
-            stack_names: see :func:`_names_of_stacks`.
+            stack_names: of :func:`_names_of_stacks`.
+
+        Returns:
+            None if the files do not hold it.
         """
         for candidate in (self.stored_as.get(name, name), name):
             if candidate in self.reader:
@@ -155,7 +160,7 @@ class CheckpointSource:
         return value
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a parameter or buffer of the model, on the CPU, in the dtype that the model has."""
+        """Read a parameter or buffer by its name in the model: on the CPU, in the model's dtype."""
         location = self.locations[name]
         value = self.reader.read(location.tensor, location.item)
         if location.expert is not None:
@@ -188,7 +193,10 @@ class CheckpointSource:
                 self._loaded_by_id.pop(id(meta), None)
 
     def _load(self, meta: torch.Tensor, device: torch.device | None) -> torch.Tensor:
-        """The data of one of the model's meta tensors, read unless a tied tensor was loaded before."""
+        """The data of one of the model's meta tensors, on ``device``.
+
+        A tied tensor is one meta tensor under several names: it is read once.
+        """
         if id(meta) not in self._loaded_by_id:
             value = self.read(self._name_by_id[id(meta)])
             if device is not None:
@@ -201,6 +209,8 @@ class CheckpointSource:
     def look_up(self, embedding: str, device: torch.device) -> None:
         """Let an embedding read, from now on, only the rows of its weight that its tokens look up.
 
+        The run layer by layer calls this for embeddings that are not quantized.
+
         Args:
             embedding: the module's name.
             device: where the model runs.
@@ -211,7 +221,10 @@ class CheckpointSource:
         self.model.get_submodule(embedding)._parameters["weight"] = weight
 
     def make_buffers(self, device: torch.device) -> None:
-        """Compute the buffers that no file holds, such as frequencies of rotary embeddings, as transformers does."""
+        """Compute the buffers that no file holds, such as frequencies of rotary embeddings, as transformers does.
+
+        Called before a model is run; weights alone need no buffers.
+        """
         model_of_module: dict[nn.Module, Any] = {}
         for model in self.model.modules():
             if hasattr(model, "_init_weights"):
@@ -238,9 +251,12 @@ def _refuse_quantized(folder: Path) -> None:
 
 
 def _names_of_stacks(model: nn.Module) -> dict[str, str]:
-    """By name in the model, the name in files of each stack of experts.
+    """The stacks of experts that files may hold: by name in the model, the name in files.
 
     Left out are stacks that transformers converts when it saves: a tensor under their name would be something else.
+
+    Args:
+        model: on the meta device, before its experts become Linears.
     """
     stored = StoredTensors(model)
     names = {}
@@ -253,7 +269,7 @@ def _names_of_stacks(model: nn.Module) -> dict[str, str]:
 
 
 def _unknown(buffer: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Memory for a buffer, NaN until it is computed: a buffer that is not computed is then found where it is used."""
+    """NaN on ``device``, in the shape of a buffer: a buffer that nothing computes then shows where it is used."""
     values = torch.empty_like(buffer, device=device)
     if values.is_floating_point():
         values.fill_(torch.nan)

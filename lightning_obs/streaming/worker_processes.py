@@ -26,7 +26,7 @@ from lightning_obs.streaming.quantized_files import QuantizedFiles
 
 @dataclass(frozen=True)
 class _Setup:
-    """What a process needs to open the source and the new files."""
+    """The arguments that every started process gets, to open the source and the new files."""
 
     folder: str | os.PathLike[str]
     options: CalibrationOptions
@@ -40,7 +40,7 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Worker:
-    """What a started process keeps open."""
+    """The files that a started process keeps open until it ends: the source, and its writer of the new files."""
 
     files: QuantizedFiles
     writer: TensorWriter
@@ -57,10 +57,12 @@ def quantize_in_processes(
     max_shard_size: int | str,
     workers: int,
 ) -> None:
-    """Write all tensors in processes. The first error is raised, and work that has not begun is then left.
+    """Write all tensors in processes, and wait for them; :func:`~lightning_obs.quantize_checkpoint` with ``workers``.
+
+    The first error of a process is raised here; work that has not begun is then not done.
 
     Args:
-        files: the same files as opened in this process, whose tally counts the bytes that all processes write.
+        files: the quantized files as opened in this process; their tally counts the bytes that all processes write.
         folder: the checkpoint that is read.
         new_folder: where the files are written.
         max_shard_size: bytes of one file of weights.
@@ -104,7 +106,11 @@ def _start(setup: _Setup) -> None:
 
 
 def _quantize(module_names: tuple[str, ...]) -> tuple[str, int]:
-    """Write the entries of a fused set; the name of its last module, and how many bytes were written."""
+    """Runs in a started process: quantize a fused set and write its entries.
+
+    Returns:
+        The name of its last module, and how many bytes were written.
+    """
     worker = _workers[0]
     written_before = worker.files.tally.done
     worker.files.quantize(worker.writer, module_names)
@@ -112,7 +118,11 @@ def _quantize(module_names: tuple[str, ...]) -> tuple[str, int]:
 
 
 def _copy(name: str) -> tuple[str, int]:
-    """Copy a tensor of the source; its name, and how many bytes were written."""
+    """Runs in a started process: copy a tensor of the source.
+
+    Returns:
+        Its name, and how many bytes were written.
+    """
     worker = _workers[0]
     written_before = worker.files.tally.done
     worker.files.copy(worker.writer, name)
