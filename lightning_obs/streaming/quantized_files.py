@@ -4,9 +4,9 @@ A tensor of the source belongs to a module that is quantized, or is copied as by
 new files follow from the plan, before any data is read: the qparams that modules will have are put on them as meta
 tensors. So the place of each tensor in the new files is known from the beginning.
 
-``checkpoint_weights.py`` and its worker processes write one fused set after the other; ``layerwise.py`` writes one block
-after the other. A fused set is the modules that engines multiply as one matrix (q, k, v), so their scales are found
-together.
+``checkpoint_weights.py`` and its worker processes write one fused set after the other; ``layerwise.py`` writes one
+block after the other. A fused set is the modules that engines multiply as one matrix (q, k, v), so their scales are
+found together.
 """
 
 from __future__ import annotations
