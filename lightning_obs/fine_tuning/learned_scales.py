@@ -1,4 +1,4 @@
-"""The scales that an optimizer trains. The callback keeps them, not the model.
+"""The scales that an optimizer trains (``train="scales"`` or ``"all"``). The callback keeps them, not the model.
 
 The model's ``state_dict`` must load without the callback, and the optimizer is made before any range is known. So each
 scale is a calibrated constant times ``exp(log_factor)``. The factors are made from the plan alone when fit starts, all
@@ -36,7 +36,7 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_sha
 
 
 class LearnedScales:
-    """A log factor for every scale of a plan that can be learned.
+    """A log factor for every scale of a plan that can be learned. :class:`.QuantizedTraining` holds one.
 
     Static scales of weights are learned, and static scales of activations with one scale per tensor; all others are
     observed. Scales of NVFP4 are learned only if nothing else is trained, because trained weights need another global
@@ -85,7 +85,8 @@ class LearnedScales:
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Add each factor to the first group of the optimizer that trains its module, unless it is there already.
 
-        If only scales are trained, all other parameters are removed. Empty groups stay: schedulers count them.
+        If only scales are trained, all other parameters are removed. Empty groups stay: schedulers count them. The
+        callback calls this when a fit starts, after Lightning has made the optimizers.
 
         Raises:
             CalibrationError: no optimizer, or more than one, trains a module.
@@ -138,9 +139,10 @@ class LearnedScales:
         return optimizer_of
 
     def start(self) -> None:
-        """Start each scale at its calibrated value, where none was taken yet, and let its module use it.
+        """Let each module compute its scale from its factor, beginning at the first scale that calibration wrote.
 
-        Called whenever calibration has written scales to the modules; modules without a scale are left out.
+        Called whenever calibration has written scales to the modules; modules without a scale are left out. A factor
+        that was trained already stays.
         """
         for scale in self._scales.values():
             scale.take_calibrated()
@@ -150,7 +152,7 @@ class LearnedScales:
 
     @torch.no_grad()
     def values(self) -> dict[str, torch.Tensor]:
-        """The present scales: ``{"layer.weight_scale": tensor}``."""
+        """The present scales, to be written to the modules: ``{"layer.weight_scale": tensor}``."""
         scales = {}
         for name, scale in self._scales.items():
             if scale.calibrated is not None:
@@ -159,7 +161,7 @@ class LearnedScales:
 
     @property
     def has_changed(self) -> bool:
-        """Whether a scale, as it is stored, differs from the calibrated one."""
+        """Whether training has changed a scale, in the dtype in which it is stored; asked at the end of a fit."""
         for scale in self._scales.values():
             if scale.calibrated is not None and not torch.equal(scale.present_value(), scale.calibrated):
                 return True
@@ -177,7 +179,7 @@ class LearnedScales:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the values of a :meth:`state_dict` into the parameters that the optimizer has.
+        """Load the values of a :meth:`state_dict` into the factors, in place: an optimizer may have them already.
 
         Raises:
             CalibrationError: the state is of other modules, of other shapes, or has values that are not finite.
@@ -194,7 +196,7 @@ class LearnedScales:
             scale.calibrated = calibrated[name].clone() if name in calibrated else None
 
     def _names_of_unusable(self, values: Mapping[str, torch.Tensor]) -> list[str]:
-        """The names whose values have another shape than their scale, or are not finite."""
+        """The names among ``values`` whose tensor has another shape than the scale, or is not finite."""
         names = []
         for name, scale in self._scales.items():
             if name in values:
@@ -205,18 +207,18 @@ class LearnedScales:
 
 
 class _LearnedScale:
-    """One learned scale.
+    """One learned scale: ``calibrated * exp(log_factor)``.
 
     Args:
-        target: its module.
-        base_name: its tensor, such as ``weight``.
-        shape: shape of the scale.
+        target: the planned module that has the scale.
+        base_name: the tensor that is scaled, such as ``weight``.
+        shape: of the scale.
 
     Attributes:
         target, base_name: as given.
         stored_dtype: the dtype to which the scale is rounded; None: the weight's.
-        calibrated: the value at which training starts; None until it is known.
-        log_factor: the parameter.
+        calibrated: the value at which training starts; None until calibration has written it.
+        log_factor: the parameter that an optimizer trains, zero at first.
     """
 
     def __init__(self, target: PlannedModule, base_name: str, shape: tuple[int, ...]) -> None:
@@ -240,7 +242,10 @@ class _LearnedScale:
             self.calibrated = getattr(self.target.module, name).clone()
 
     def set_on_module(self) -> None:
-        """Let the module's quantized forward use this scale."""
+        """Let the module's quantized forward compute this scale; its weight keeps its numbers where the dtype asks it.
+
+        Those numbers (``weight_rounded``) are computed here, unless a rounding has chosen them.
+        """
         module = self.target.module
         assert self.calibrated is not None
         set_learned_scale(module, self.base_name, self.calibrated, self.log_factor, self.stored_dtype)
@@ -248,7 +253,7 @@ class _LearnedScale:
             setattr(module, ROUNDED, _nearest_numbers(module, self.target.args[self.base_name]))
 
     def move_to_module(self) -> None:
-        """Move to the module's device."""
+        """Move factor and calibrated scale to the module's device."""
         device = device_of(self.target.module)
         self.log_factor.data = self.log_factor.data.to(device)
         if self.calibrated is not None:
@@ -257,7 +262,10 @@ class _LearnedScale:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """A block in which no parameter takes a gradient, and dropout and batch norms are in evaluation mode."""
+    """For a fit that trains nothing but scales, as a ``with`` block: no parameter of the model takes a gradient.
+
+    Dropout and batch norms are in evaluation mode meanwhile.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kinds = (_BatchNorm, _DropoutNd)
     with patch_attrs(trained, "requires_grad", [False] * len(trained)), in_evaluation_mode(model, kinds):
@@ -265,7 +273,13 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:
-    """Shape of a scale that can be learned; None for the others. ``alone``: nothing but scales is trained."""
+    """The shape of a scale; None if it cannot be learned (:class:`LearnedScales` says which can).
+
+    Args:
+        target: the module that has it.
+        base_name: the tensor that is scaled.
+        alone: whether nothing but scales is trained.
+    """
     args = target.args[base_name]
     is_weight = base_name == "weight"
     has_weight = isinstance(getattr(target.module, "weight", None), torch.Tensor)
@@ -304,6 +318,7 @@ def _stored_dtype(args: QuantizationArgs) -> torch.dtype | None:
 
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    """The ids of the parameters that an optimizer trains."""
     ids: set[int] = set()
     for group in optimizer.param_groups:
         ids.update(map(id, group["params"]))

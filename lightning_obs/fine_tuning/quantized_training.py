@@ -50,7 +50,10 @@ class Phase(Enum):
 
 
 class QuantizedTraining:
-    """The ranges of a session's model in training. Its methods are called by a callback's hooks.
+    """The ranges of a session's model in training.
+
+    ``QuantizationAwareTraining`` holds one for each fit; its hooks call the methods, most of them through
+    ``callbacks/quantized_fit.py``.
 
     Args:
         session: observes the model.
@@ -86,7 +89,9 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def start(self, around: nn.Module | None = None) -> None:
-        """Let the modules run quantized, with ranges for their weights; nothing happens if they do already.
+        """Let the modules run quantized, with ranges for their weights.
+
+        Called before each training batch, validation and test; nothing happens if the modules run quantized already.
 
         Args:
             around: holds the model, and perhaps its torch.compile'd wrapper; default: the model.
@@ -106,7 +111,7 @@ class QuantizedTraining:
         self._is_resumed = False
 
     def stop(self) -> None:
-        """Give every module its own forward back. Can be called at any time."""
+        """Give every module its own forward back: at the end, or after an error. Can be called at any time."""
         self.session.detach()
         self.validating = False
         if self._forwards is not None:
@@ -115,7 +120,7 @@ class QuantizedTraining:
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
-        """A block in which the model runs in full precision, unobserved."""
+        """For a ``with`` block in which the model runs in full precision, unobserved; distillation uses it."""
         switch = self.switch
         with patch_attr(switch, "weights", False), patch_attr(switch, "activations", False), self.session.paused():
             yield
@@ -190,7 +195,7 @@ class QuantizedTraining:
         self.phase = Phase.OBSERVING
 
     def end_training_batch(self, wanted: int) -> bool:
-        """Count the batch if it was observed; write the ranges after the last one.
+        """Count the batch if it was observed, and write the ranges after the last one; called after every batch.
 
         Args:
             wanted: number of batches to observe.
@@ -207,12 +212,12 @@ class QuantizedTraining:
         return True
 
     def begin_validation(self) -> bool:
-        """Let the validation run the model that an export would write now.
+        """Let the validation that starts run the model that an export would write now.
 
         Weights are observed again. An observation of training batches ends with the ranges of the batches so far.
 
         Returns:
-            False if this validation does so already; then nothing happens.
+            False if this was called for the running validation already; then nothing happens.
         """
         if self.validating:
             return False
@@ -232,7 +237,7 @@ class QuantizedTraining:
         self.phase = Phase.GATHERED
 
     def end_validation(self) -> None:
-        """A validation between training batches has ended, or a resumed run has passed over it."""
+        """Note that a validation between training batches has ended, or that a resumed run has passed over it."""
         self.validating = False
         if self.phase is not Phase.GATHERED:
             self.phase = Phase.VALIDATED
@@ -243,10 +248,10 @@ class QuantizedTraining:
         self.phase = Phase.NEW
 
     def write(self, weights: bool = False) -> None:
-        """Write the ranges that data gave, and ranges of weights if their observers need inputs.
+        """End an observation: write its ranges to the modules, and ranges of weights if their observers need inputs.
 
         Args:
-            weights: write ranges of all weights.
+            weights: search the ranges of all weights.
         """
         writes_weights = weights or bool(self._input_observers)
         self.session.finalize(weights=writes_weights and not self._weights_stay)
@@ -256,14 +261,18 @@ class QuantizedTraining:
     # ------------------------------------------------------------------ weights
 
     def refresh_weights(self) -> None:
-        """Observe the present weights if they changed, and write the present learned scales."""
+        """Search the ranges of the present weights if they changed, and write the present learned scales.
+
+        Called by :meth:`start`, before a validation or test, at the end of a fit, and before the first batch after a
+        validation.
+        """
         model = self.session.model
         if not self._lacks_inputs() and (_has_uncalibrated(self.session) or changed_since(model)):
             self.session.finalize(activations=False)
         self._write_learned()
 
     def _lacks_inputs(self) -> bool:
-        """Whether weights cannot be observed now, because the inputs that their observers need are not complete."""
+        """Whether weights cannot be searched now, because the inputs that their observers need are not complete."""
         if not self._input_observers:
             return False
         # Statistics differ from rank to rank until they are reduced.
@@ -309,9 +318,10 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`; learned scales are loaded into the parameters that the optimizer has.
+        """Continue from a :meth:`state_dict`, when Lightning resumes a fit.
 
-        An observation that began on another number of ranks is given up if its statistics depend on the ranks.
+        Learned scales are loaded into the parameters that the optimizer has. An observation that began on another
+        number of ranks is given up if its statistics depend on the ranks.
         """
         session = self.session
         session.detach()
@@ -333,7 +343,13 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _quantize_forwards(session: CalibrationSession, switch: Switch, stack: ExitStack) -> None:
-    """Quantize the forward of every planned module until ``stack`` is closed."""
+    """Replace the forward of every planned module by the quantized one, until ``stack`` is closed.
+
+    Args:
+        session: has the plan.
+        switch: turns weights and activations on and off.
+        stack: undoes it when it is closed.
+    """
     states = {}
     for target in session.plan.targets:
         if target.states:

@@ -3,7 +3,8 @@
 compressed-tensors quantizes k and v where the cache is updated and q where the attention function is called: it adds
 two modules to every attention module, a hook without giving its handle to anybody, and an attention function of its own
 to the model's config and to a variable of the process. Here all of these are removed again: observing and quantizing
-share the blocks (:mod:`.shared_blocks`) that put them in, and the last user takes them out.
+share the blocks (:mod:`.shared_blocks`) that put them in, and the last user takes them out. The hooks that observe are
+in ``calibration/hooks.py``, the ones that quantize in ``quantized_forward.py``; both enter :func:`hooked_attention`.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ _ENABLED = "quantization_enabled"
 
 @contextmanager
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
-    """Let states be observed (:func:`register_state_hook`) or changed (:func:`register_state_change`) inside the block.
+    """Put compressed-tensors' modules into attention, so that its states can be hooked inside the ``with`` block.
 
-    compressed-tensors quantizes no state meanwhile.
+    :func:`register_state_hook` then observes a state, :func:`register_state_change` replaces it. compressed-tensors
+    itself quantizes no state meanwhile.
 
     Args:
         model: of transformers.
@@ -65,9 +67,15 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
 
 
 def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """Call ``hook`` with q, k (both after rotary embedding) or v, ``(batch, heads, tokens, head_dim)``, unquantized.
+    """Let ``hook`` be called with a state at each forward, before it is quantized: to observe it.
 
-    The module is inside :func:`hooked_attention`. Returns a function that removes the hook.
+    Args:
+        module: an attention module inside :func:`hooked_attention`.
+        base_name: ``"q"``, ``"k"`` (both after rotary embedding) or ``"v"``.
+        hook: takes the state ``(batch, heads, tokens, head_dim)``.
+
+    Returns:
+        A function that removes the hook.
     """
     handle = _REGISTER[base_name](module, lambda _, value: hook(value))
     hooks = handle.hooks_dict_ref()
@@ -79,9 +87,15 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
 def register_state_change(
     module: nn.Module, base_name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], None]:
-    """Let ``change`` replace q, k or v where it is read, after every :func:`register_state_hook` has seen it.
+    """Let ``change`` replace a state at each forward, to quantize it; every :func:`register_state_hook` sees it before.
 
-    It is not called if the module's quantization was switched off before. Returns a function that removes the hook.
+    Args:
+        module: an attention module inside :func:`hooked_attention`.
+        base_name: ``"q"``, ``"k"`` or ``"v"``.
+        change: takes and returns a state; not called if the module's quantization was switched off by the user.
+
+    Returns:
+        A function that removes the hook.
     """
     was_switched_off = value_before(module, _ENABLED) is False
 
@@ -98,7 +112,18 @@ def _reader(module: nn.Module, base_name: str) -> nn.Module:
 
 
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
-    """The outermost transformers model inside ``root`` that holds ``module``; a CalibrationError if there is none."""
+    """The transformers model whose config decides the attention function of ``module``.
+
+    Args:
+        root: the user's model.
+        module: an attention module inside it.
+
+    Returns:
+        The outermost transformers model inside ``root``, or itself, that holds ``module``.
+
+    Raises:
+        CalibrationError: there is none.
+    """
     for candidate in root.modules():
         is_transformers_model = hasattr(candidate, "set_attn_implementation")
         if is_transformers_model and any(inner is module for inner in candidate.modules()):
@@ -121,7 +146,14 @@ _function_blocks = SharedBlocks()  # around models: the attention function that 
 def _hooked(
     model: nn.Module, module: nn.Module, name: str, initialize: Callable[[nn.Module, nn.Module], None]
 ) -> Iterator[None]:
-    """Have compressed-tensors' module under ``name`` in an attention module, which ``initialize`` puts there."""
+    """Put one of compressed-tensors' modules into an attention module for the length of the ``with`` block.
+
+    Args:
+        model: of transformers.
+        module: its attention module.
+        name: the attribute under which compressed-tensors puts its module.
+        initialize: the function of compressed-tensors that puts it there.
+    """
     if hasattr(module, name):  # loaded from a quantized checkpoint: not ours to take out
         yield
         return
@@ -144,10 +176,10 @@ def _hooked(
 
 @contextmanager
 def _attention_function(model: Any) -> Iterator[None]:
-    """Restore the attention function of a model after the block, and let copies have it that are made inside.
+    """Restore the attention function of a model after the ``with`` block, in which compressed-tensors replaces it.
 
     compressed-tensors sets another function in the configs of the whole model, and remembers the original function in
-    one place for all models.
+    one place for all models. Copies that are made inside the block have the original function.
     """
     original = QuantizedAttentionImpl._original_impl
     _refuse_other_function(model, original)
@@ -155,7 +187,7 @@ def _attention_function(model: Any) -> Iterator[None]:
     plain = {id(config): copy(config) for config, _ in implementations}
 
     def put_plain(attributes: dict[str, Any]) -> None:
-        """Let copies of modules that share the configs have configs with the original attention function."""
+        """Give a copy of a module's attributes configs with the original attention function."""
         for config, _ in implementations:
             vars(plain[id(config)]).update(vars(config))
         for holder in (attributes, *(vars(config) for config in plain.values())):

@@ -1,4 +1,7 @@
-"""A call of a module: on a batch, in evaluation mode; the tensor in it that is the input, and the logits."""
+"""How a model is called, and what is in a call of a module: its input tensor, and the logits of its output.
+
+Used wherever this package runs a user's model, hooks a module, or compares predictions.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
 def in_evaluation_mode(
     model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Module,)
 ) -> AbstractContextManager[None]:
-    """A block in which every module of these kinds is in evaluation mode."""
+    """For a ``with`` block in which every module of these kinds is in evaluation mode; then as before."""
     in_training = []
     for module in model.modules():
         if module.training and isinstance(module, kinds):
@@ -30,7 +33,11 @@ def in_evaluation_mode(
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits ``(..., classes)`` in a model's output; a CalibrationError if there are none."""
+    """The logits ``(..., classes)`` in a model's output, to compare the predictions of two models.
+
+    Raises:
+        CalibrationError: the output has no logits.
+    """
     logits = output if isinstance(output, torch.Tensor) else named_logits(output)
     is_tensor = isinstance(logits, torch.Tensor)
     if not is_tensor or logits.ndim < 2 or not logits.is_floating_point():
@@ -62,7 +69,15 @@ def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor |
 def replace_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, with ``change`` of the tensor that :func:`first_input` finds in its place."""
+    """Replace the input of a call: the tensor that :func:`first_input` finds.
+
+    Args:
+        args, kwargs: of the call.
+        change: takes the tensor, and returns the one to put in its place.
+
+    Returns:
+        The new arguments.
+    """
     for position, value in enumerate(args):
         if isinstance(value, torch.Tensor):
             args_after = args[position + 1 :]

@@ -20,7 +20,11 @@ from lightning_obs.model.offload import at_rest
 
 
 class LastLayer:
-    """Remembers, from :meth:`watch` on, the output of the layer with a weight that ran last: its shape and channels."""
+    """Remembers the layer with a weight that ran last: its output's shape, and which dimension holds the channels.
+
+    A comparison of predictions lets it :meth:`watch` the model, runs the model, and passes the logits through
+    :meth:`classes_last`.
+    """
 
     def __init__(self) -> None:
         #: the dimension of the output that holds the channels
@@ -38,12 +42,13 @@ class LastLayer:
                     stack.callback(keep_hook_out(module, module.register_forward_hook(self._see)))
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward hook: remember the output of this layer."""
         if isinstance(output, torch.Tensor):
             self._axis = channel_axis(module, output)
             self._shape = output.shape
 
     def classes_last(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits as ``(batch, ..., classes)``.
+        """Logits of the model's last call as ``(batch, ..., classes)``: the dimension of the classes moved to the end.
 
         Raises:
             CalibrationError: the layer's output does not tell which dimension holds the classes.
@@ -51,6 +56,7 @@ class LastLayer:
         return logits.movedim(self._class_axis(logits), -1)
 
     def _class_axis(self, logits: torch.Tensor) -> int:
+        """The dimension of ``logits`` that holds the classes, by comparing their shape with the last layer's output."""
         last = logits.ndim - 1
         if logits.ndim == 2:
             return last
@@ -68,6 +74,7 @@ class LastLayer:
         return self._unknown(logits)
 
     def _unknown(self, logits: torch.Tensor) -> int:
+        """Raise the CalibrationError of :meth:`classes_last`; nothing is returned."""
         layer = "no layer" if self._shape is None else f"last layer's output {tuple(self._shape)}"
         raise CalibrationError(
             "which dimension of the logits holds the classes cannot be told",

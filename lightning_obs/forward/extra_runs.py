@@ -22,9 +22,10 @@ from lightning_obs.model.offload import at_rest, execution_device
 
 @contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """A block in which every module is in evaluation mode; then modes, buffers and random numbers are as before.
+    """For a ``with`` block that runs the model in evaluation mode; then modes, buffers, random numbers are as before.
 
-    Buffers of dispatched modules are not restored. Other state that a ``forward`` changes is not restored either.
+    Buffers of dispatched modules (offloaded by accelerate) are not restored. Other state that a ``forward`` changes is
+    not restored either.
     """
     buffers = _copies_of_buffers(model)
     with in_evaluation_mode(model), random_numbers_restored(model):
@@ -52,7 +53,10 @@ def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Ten
 
 @contextmanager
 def random_numbers_restored(model: nn.Module) -> Iterator[None]:
-    """A block after which the generators of Python, NumPy, torch and the model's devices are as before."""
+    """For a ``with`` block that runs a model; then the random generators are as before.
+
+    They are Python's, NumPy's, torch's, and those of the model's devices.
+    """
     python_state = random.getstate()
     numpy_state = np.random.get_state()
     host_state = torch.get_rng_state()

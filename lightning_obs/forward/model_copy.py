@@ -32,6 +32,8 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 class ModelCopy:
     """A copy of a model and of the arguments of a call. No parameter of the copy gets a gradient.
 
+    Made to weigh tokens (``calibration/token_weights.py``): each call of the model runs once more, backward too.
+
     Args:
         model: in memory; it is not changed.
         args, kwargs: of the call; tensors in them are detached.
@@ -68,6 +70,7 @@ class ModelCopy:
 
 
 def _refused(part: str, got: str) -> CalibrationError:
+    """The error to raise for a part of the model that cannot be copied."""
     return CalibrationError(
         "the model is run once more as a copy, and a part of it cannot be copied",
         where=[part],
@@ -94,10 +97,10 @@ class _DetachedCopies(TorchFunctionMode):
 
 
 def _shared(model: nn.Module) -> dict[int, Any]:
-    """Objects that a copy of the model shares with it, by the ids of the model's objects.
+    """The objects that are not copied, for ``deepcopy``'s memo: by the id of the model's object, the copy's.
 
-    They are parameters with the same memory, and datasets, loaders and tokenizers themselves: a LightningModule may
-    hold whole datasets, and tokenizers take long to copy; a forward only reads them.
+    Parameters become new ones on the same memory. Datasets, loaders and tokenizers are shared as they are: a
+    LightningModule may hold whole datasets, and tokenizers take long to copy; a forward only reads them.
     """
     shared: dict[int, Any] = {}
     for parameter in model.parameters():

@@ -1,4 +1,8 @@
-"""Backward from a random probe of the logits: how much a model's predictions depend on each of its modules' outputs."""
+"""Backward from a random probe of the logits: how much a model's predictions depend on each of its modules' outputs.
+
+Sensitivities of layers (``choice/divergence.py``) and weights of tokens (``calibration/token_weights.py``) are measured
+by it: a module's output is :func:`tapped`, and backward runs from :func:`fisher_probe`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from lightning_obs.model.offload import at_rest
 
 
 def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
-    """A tensor of -1 and 1 in int8."""
+    """A random tensor of -1 and 1 in int8, the same for the same seed."""
     generator = torch.Generator(device).manual_seed(seed)
     bits = torch.empty(shape, dtype=torch.int8, device=device).random_(0, 2, generator=generator)
     return bits.mul_(2).sub_(1)
@@ -22,9 +26,15 @@ def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Te
 def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """A random gradient of logits ``(..., classes)`` whose covariance is the Fisher information, ``diag(p) - p p^T``.
 
-    Backward from it gives gradients g at a module's output with ``1/2 E[(g^T d)^2]`` the Kullback-Leibler divergence,
-    to second order, by a change d of the output. ``signs`` are random and independent, -1 or 1, of the logits' shape or
-    of the shape of one sample's.
+    Backward from it gives a gradient g at a module's output. ``1/2 E[(g^T d)^2]`` is then, to second order, the
+    Kullback-Leibler divergence that a change d of the output causes.
+
+    Args:
+        logits: of a batch.
+        signs: random and independent, -1 or 1, in the shape of the logits or of one sample's logits.
+
+    Returns:
+        The gradient, in the shape and dtype of the logits.
     """
     p = logits.float().softmax(-1)
     signed_roots = p.sqrt().mul_(signs)
@@ -33,9 +43,16 @@ def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Tensor:
-    """The output of a module; ``see`` is called with its gradient when backward reaches it.
+    """Watch the gradient at a module's output; a forward hook returns this in place of the output.
 
     A call that the model makes without gradients (HRM: all cycles but the last) has no gradient to see.
+
+    Args:
+        output: of the module.
+        see: called with the gradient, in the shape of the output, when backward reaches it.
+
+    Returns:
+        The output, with equal values.
     """
     if not torch.is_grad_enabled():
         return output
@@ -47,7 +64,7 @@ def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Te
 
 @contextmanager
 def parameters_without_gradients(model: nn.Module) -> Iterator[None]:
-    """A block in which gradients are computed, but none for a parameter."""
+    """For a ``with`` block in which gradients are computed, but none for a parameter; then parameters are as before."""
     trained: list[tuple[nn.Module, str]] = []
     with at_rest():
         for module in model.modules():

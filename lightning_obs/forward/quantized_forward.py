@@ -96,10 +96,11 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside :func:`quantized`, a block in which each weight is quantized once, at its first forward.
+    """For a ``with`` block inside :func:`quantized`, in which each weight is quantized once, at its first forward.
 
-    For a model that runs often, as one that generates does. It takes the memory of the weights once more; nothing may
-    change them meanwhile. Offloaded weights are quantized at each forward, as their memory is to be free in between.
+    For a model that runs often: one that generates, or a block that runs on all batches. It takes the memory of the
+    weights once more; nothing may change them meanwhile. Offloaded weights are quantized at each forward, as their
+    memory is to be free in between.
     """
     quantizations = []
     for _, module in calibrated_modules(model):
@@ -110,7 +111,11 @@ def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def unobserved(model: nn.Module) -> Iterator[None]:
-    """A block in which nothing observes the modules, and only this thread runs them; another thread's are refused."""
+    """For the ``with`` block of :func:`quantized`: no observer sees calls of the model's modules.
+
+    The mark of each module notes the thread, so that hooks of observers know. Another thread that enters such a block
+    of the same modules meanwhile gets a CalibrationError.
+    """
     thread = get_ident()
     modules = list(model.modules())
     with _claiming:
@@ -145,9 +150,17 @@ def is_inside_quantized(module: nn.Module) -> bool:
 
 
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
-    """Let a calibrated module, but no copy of it, run quantized, and return a function that undoes it.
+    """Let a calibrated module, but no copy of it, run quantized.
 
-    A ``writer`` quantizes and dequantizes by operations of its own, also a weight that is on the grid already.
+    :func:`quantized` calls this for each module; measuring layer errors and exporting ONNX call it themselves.
+
+    Args:
+        module: calibrated, without quantized attention states.
+        writer: quantizes and dequantizes in place of the functions of ``numerics``, also a weight that is on the grid
+            already (ONNX nodes, for instance); None: those functions.
+
+    Returns:
+        A function that undoes it.
     """
     move_qparams(module)
     attributes = _quantized_attributes(module, Switch(writer=writer))
@@ -160,6 +173,8 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
     """Let a module of a loaded checkpoint run quantized from now on; its copies and pickles run quantized, too.
 
+    ``load_checkpoint`` calls this.
+
     Args:
         module: has quantization parameters, which become buffers.
         trainable: False: a gradient for its weight is an error.
@@ -171,13 +186,16 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 
 
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
-    """Let a module train through fake quantization, as soon as it has qparams, and return a function that undoes it.
+    """Let a module train through fake quantization, as soon as it has qparams. Called when a fit starts.
 
     Args:
         module: planned, calibrated or not.
         switch: turns weights and activations on and off, at any time.
         output: the scheme quantizes the output. A forward hook does it, so that an observer's hook can see the output
             before.
+
+    Returns:
+        A function that undoes it.
     """
     move_qparams(module)
     attributes = _quantized_attributes(module, switch, output_by_hook=output)
@@ -191,9 +209,13 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
 
 
 def _run_merged(module: nn.Module) -> Callable[[], None]:
-    """Let the LoRA layer around a module that runs quantized, if there is one, run it in place of itself.
+    """Let a LoRA layer around a module that runs quantized call only that module, without adding its adapters.
 
-    The adapters are a part of the module's weight (:func:`weight_in_use`), and its hooks see the merged layer.
+    The adapters are a part of the module's weight already (:func:`weight_in_use`), and the module's hooks see the
+    merged layer. Without a LoRA layer nothing happens.
+
+    Returns:
+        A function that undoes it.
     """
     adapters = adapters_of(module)
     if adapters is None:
@@ -205,12 +227,14 @@ def _run_merged(module: nn.Module) -> Callable[[], None]:
 def fake_quantized_states(
     model: nn.Module, states: Mapping[nn.Module, Collection[str]], switch: Switch
 ) -> Iterator[None]:
-    """Let attention modules of a transformers model read fake-quantized states, with gradients, inside the block.
+    """For a ``with`` block in which attention modules read fake-quantized states, with gradients.
+
+    :func:`quantized` and a fit enter it.
 
     Args:
         model: of transformers.
         states: which of q, k, v to quantize in each attention module; each is quantized once its range is known.
-        switch: states are activations for it.
+        switch: turns them on and off with the other activations.
     """
     with ExitStack() as stack:
         stack.enter_context(hooked_attention(model, states))
@@ -225,7 +249,13 @@ def fake_quantized_states(
 
 
 def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None:
-    """Use :func:`learned_scale` of these arguments in place of the module's scale, until the training forward ends."""
+    """Let a module in training compute one of its scales at each forward, with a gradient to what is learned.
+
+    Args:
+        module: runs quantized by :func:`quantize_training_forward`, until that is undone.
+        base_name: the tensor whose scale it is.
+        of_scale: arguments of :func:`learned_scale`.
+    """
     quantization: Quantization = getattr(module, FORWARD_STATE)
     quantization.learned_scales[base_name] = partial(learned_scale, *of_scale)
 
@@ -233,7 +263,14 @@ def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None
 def _quantized_attributes(
     module: nn.Module, switch: Switch, trainable: bool = True, output_by_hook: bool = False
 ) -> dict[str, Any]:
-    """The attributes with which an instance runs quantized: the state and a forward that reads it."""
+    """The attributes to set on a module so that it runs quantized: a :class:`Quantization` and a forward that reads it.
+
+    Args:
+        module: planned or calibrated.
+        switch: turns weights and activations on and off.
+        trainable: False: a gradient for its weight is an error.
+        output_by_hook: a forward hook quantizes the output.
+    """
     # accelerate's hook is around the forward, and has the weight there only while that runs.
     attribute = "_old_forward" if "_hf_hook" in vars(module) else "forward"
     outer: Quantization | None = vars(module).get(FORWARD_STATE)
@@ -251,7 +288,16 @@ def _quantized_attributes(
 
 
 def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    """The instance's forward if it differs from its class's, apart from compressed-tensors' quantization; else None."""
+    """The forward that the user or another library has set on an instance, to be called inside the quantized one.
+
+    Args:
+        module: the instance.
+        forward: of the instance; None: it has none.
+
+    Returns:
+        None where the class's own forward can be called: none is set, it is the class's, or it is compressed-tensors'
+        quantized one, which calls the class's.
+    """
     if forward is None or getattr(forward, "__func__", None) is type(module).forward:
         return None
     if getattr(forward, "__code__", forward) in set_forward_quantized.__code__.co_consts:
@@ -263,6 +309,7 @@ def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> 
 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
+    """The quantized forward of a Linear whose forward nobody has replaced: input and weight, product, output."""
     weight = weight_in_use(self)
     assert weight is not None
     weight = fake_quantize_for(self, weight, "weight")
@@ -273,6 +320,8 @@ def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # th
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The quantized forward of any other module: its own forward, with another input and another ``weight``."""
+
     def quantize_input(value: torch.Tensor) -> torch.Tensor:
         return fake_quantize_for(self, value, "input")
 
@@ -302,7 +351,14 @@ def _quantize_output(module: nn.Module, output: Any) -> Any:
 
 
 def _fake_quantize_state(module: nn.Module, name: str, quantization: Quantization, state: torch.Tensor) -> torch.Tensor:
-    """Quantize an attention state, if ``quantization`` is the innermost block's; an outer block changes nothing."""
+    """Quantize an attention state at a forward; the hook that :func:`fake_quantized_states` registers.
+
+    Args:
+        module: the attention module.
+        name: ``"q"``, ``"k"`` or ``"v"``.
+        quantization: of the block that registered the hook. Blocks nest: only the innermost one's hook quantizes.
+        state: ``(batch, heads, tokens, head_dim)``.
+    """
     if quantization_of(module) is not quantization:
         return state
     return fake_quantize_for(module, state, name)

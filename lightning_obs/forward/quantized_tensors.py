@@ -34,7 +34,10 @@ _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 @dataclass
 class Switch:
-    """The tensors that are quantized now; one switch for all modules of a model."""
+    """The tensors that are quantized now; one switch for all modules of a model.
+
+    A fit turns it on and off; inside ``quantized()`` everything is on.
+    """
 
     weights: bool = True
     activations: bool = True
@@ -51,7 +54,7 @@ class WeightCache:
 
 @dataclass
 class Quantization:
-    """How a module runs quantized."""
+    """How a module runs quantized; :mod:`.quantized_forward` puts one on each such module."""
 
     switch: Switch = field(default_factory=Switch)
     #: the forward that the instance had itself (a wrapper of somebody else's); None: its class's
@@ -75,7 +78,10 @@ def quantization_of(module: nn.Module) -> Quantization:
 
 
 def weight_in_use(module: nn.Module) -> torch.Tensor | None:
-    """The whole weight, adapters merged; one that is on a checkpoint's grid refuses a gradient."""
+    """The weight that a quantized forward quantizes: whole, with LoRA adapters merged; None without a weight.
+
+    A weight of a loaded checkpoint is on the format's grid already; a gradient for it is an error.
+    """
     weight = full_weight(module)
     if weight is None or quantization_of(module).trainable:
         return weight
@@ -86,6 +92,7 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
 
 
 def _refuse_training(gradient: torch.Tensor) -> None:
+    """A hook of tensors: backward has computed a gradient for a loaded weight."""
     raise CalibrationError(
         "weights from load_checkpoint are rounded and cannot be trained",
         remedy="fine-tune the original model with QuantizationAwareTraining, or freeze them (requires_grad_(False)).",
@@ -152,9 +159,9 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:
-    """Move the module's parameters if they are not where ``value`` is.
+    """Move a module's qparams to its device, if they are not on the device of ``value``.
 
-    Lightning has then moved the model, which leaves plain attributes where they were.
+    Then Lightning has moved the model, and plain attributes stayed where they were.
     """
     if args.dynamic is True:
         return
@@ -174,10 +181,10 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
 
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
-    """Whether the parameters that ``args`` asks for are on the module; a dynamic range asks for none."""
+    """Whether the qparams that ``args`` asks for are on the module; a dynamic range asks for none."""
     return args.dynamic is True or hasattr(module, _name_of_range(base_name, args))
 
 
 def _name_of_range(base_name: str, args: QuantizationArgs) -> str:
-    """The parameter that a calibration writes: the global scale where scales are dynamic, else the scale."""
+    """The name of the qparam that a calibration writes: the global scale where scales are dynamic, else the scale."""
     return f"{base_name}_global_scale" if args.dynamic else f"{base_name}_scale"

@@ -68,5 +68,8 @@ eager_blocks = SharedBlocks()
 
 
 def run_eagerly() -> AbstractContextManager[None]:
-    """A block in which no compiled graph runs: one compiled before would not see hooks and forwards put on since."""
+    """For a ``with`` block in which no graph of torch.compile runs.
+
+    A graph that was compiled before would not see the hooks and forwards that observing and quantizing put on modules.
+    """
     return eager_blocks.around(torch, lambda: torch.compiler.set_stance("force_eager"))

@@ -3,7 +3,8 @@
 transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear
 to quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of
 the hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2``
-in Mixtral's family). It is the user's call, because the ``state_dict`` has other keys afterwards.
+in Mixtral's family). The user calls it, because the ``state_dict`` has other keys afterwards; quantizing a checkpoint
+from its files, and the command line's module, call it themselves.
 
 The price: experts run one after the other, as in transformers' ``eager`` implementation, no matter which one the
 model's config asks for.
@@ -27,6 +28,8 @@ from lightning_obs.model.weight import whole_shape
 
 class LinearExpert(nn.Module):
     """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
+
+    :func:`linearize_experts` makes one for each expert of a stack; a role is gate, up or down.
 
     Args:
         origin: the stacked module; its activation function and gating are used. It is not a submodule.
@@ -93,10 +96,15 @@ class LinearExperts(nn.Module):
     ) -> torch.Tensor:
         """Send every token to its experts and add up their outputs, in the order of transformers' eager experts.
 
+        The model's mixture layer calls this with the choice of its router.
+
         Args:
             hidden_states: ``(tokens, hidden)``.
             top_k_index: ``(tokens, k)``, the experts of each token; an index past the last expert selects none.
-            top_k_weights: ``(tokens, k)``.
+            top_k_weights: ``(tokens, k)``, the router's weights of these experts.
+
+        Returns:
+            ``(tokens, hidden)``.
         """
         output = torch.zeros_like(hidden_states)
         self.total = len(hidden_states)
@@ -126,16 +134,24 @@ class LinearExperts(nn.Module):
 
 
 class SortedExperts(LinearExperts):
-    """Experts of Llama 4: each gets every token, multiplied by its router weight, which is zero unless it is selected.
+    """The experts of one layer of Llama 4, which get other arguments than :class:`LinearExperts`.
 
-    They compute on the zeros too, as transformers does, so that a reloaded model gives the same bits. While observers
+    Each expert gets every token, multiplied by its router weight, which is zero unless the expert is selected. Experts
+    compute on the zeros too, as transformers does, so that a reloaded model gives the same bits. While observers
     watch, ``only_sent`` is on: an expert runs on the tokens that were sent to it, and all other outputs are zero.
     """
 
     only_sent = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-        """``(experts x tokens, hidden)``, sorted by expert, to the same shape."""
+        """Run every expert on its tokens; the model's mixture layer calls this.
+
+        Args:
+            hidden_states: ``(experts x tokens, hidden)``, all tokens for expert 0, then all for expert 1...
+
+        Returns:
+            The outputs in the same shape and order.
+        """
         width = hidden_states.shape[-1]
         tokens = hidden_states.view(self.num_experts, -1, width)
         output = torch.zeros_like(tokens)
@@ -224,9 +240,15 @@ def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 
 
 def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The names of the projections of stacked experts in checkpoints on the hub, by module and role (gate, up, down).
+    """How checkpoints on the hub name the projections of stacked experts, for example ``w1`` for the gate.
 
-    From transformers' loader; ``gate_proj``, ``up_proj`` and ``down_proj`` where it has no names for a module.
+    The names are from transformers' loader; ``gate_proj``, ``up_proj`` and ``down_proj`` where it has none.
+
+    Args:
+        model: with experts in stacks.
+
+    Returns:
+        By the name of each stacked module, the name of each role (gate, up, down).
     """
     stacked = fused_experts(model)
     parameters = []
@@ -249,7 +271,8 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The experts of every layer, by the name of the module that holds them.
 
-    Either a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
+    That module is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
+    Calibration counts the tokens of these experts; vLLM's checks look at the modules beside them.
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -263,7 +286,12 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
-    """Layers whose experts have modules that will be quantized (``planned``) and modules that will not."""
+    """The names of layers whose experts are quantized in part, which engines refuse.
+
+    Args:
+        model: with experts as Linears.
+        planned: names of the modules that will be quantized.
+    """
     layers = []
     for name, experts in linear_experts(model).items():
         is_planned = set()
@@ -276,9 +304,10 @@ def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
 
 
 def routers(model: nn.Module) -> list[str]:
-    """Modules beside a :class:`LinearExperts` that hold a weight of one row per expert and are no Linear.
+    """Names of the routers of experts: modules beside a :class:`LinearExperts` with a weight of one row per expert.
 
-    Engines have a Linear there, so a checkpoint has to list it as not quantized.
+    Routers that are Linears are left out. Engines have a Linear in place of the others, too, so a checkpoint's config
+    has to list them in ``ignore``.
     """
     names = []
     for name, experts in linear_experts(model).items():
@@ -295,6 +324,7 @@ def routers(model: nn.Module) -> list[str]:
 
 
 def _stacks_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module is called like experts, or counts them, and has a parameter of three dimensions itself."""
     is_named_so = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
     if not is_named_so and not hasattr(module, "num_experts"):
         return False
@@ -359,7 +389,12 @@ def _is_sorted(module: nn.Module) -> bool:
 
 
 def _build(module: nn.Module, projections: dict[str, str]) -> LinearExperts:
-    """The experts of a stacked module as Linears, with copies of its weights."""
+    """The experts of a stacked module as Linears, with copies of its weights.
+
+    Args:
+        module: in a known layout.
+        projections: names of the Linears by role (gate, up, down).
+    """
     stacks = dict(module.named_parameters(recurse=False))
     experts = []
     for index in range(len(stacks["down_proj"])):
@@ -381,7 +416,15 @@ def _build(module: nn.Module, projections: dict[str, str]) -> LinearExperts:
 def _copied_rows(
     module: nn.Module, stacks: Mapping[str, nn.Parameter], role: str, index: int, is_bias: bool
 ) -> nn.Parameter:
-    """A copy of the weight, or bias, of an expert's projection, from the stack that holds it."""
+    """A copy of the weight, or bias, of an expert's projection, from the stack that holds it.
+
+    Args:
+        module: the stacked module.
+        stacks: its parameters by name.
+        role: gate, up or down.
+        index: of the expert.
+        is_bias: whether the bias is wanted.
+    """
     joined = role != "down" and _joins_gate_and_up(module)
     key = "gate_up_proj" if joined else f"{role}_proj"
     stack = stacks[f"{key}_bias" if is_bias else key]
@@ -391,6 +434,8 @@ def _copied_rows(
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
     """The rows (output channels) of an expert's projection, a view of the expert's item in a stack.
+
+    Called when experts become Linears, and when an expert is read from the files of a checkpoint.
 
     Args:
         origin: the stacked module, which tells the layout.
@@ -410,7 +455,7 @@ def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: boo
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The product of the activated gate and up, computed as the stacked module does."""
+    """The product of the activated gate and up, computed as the stacked module ``origin`` does."""
     apply_gate = getattr(type(origin), "_apply_gate", None)
     if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
         return origin.act_fn(gate) * up
@@ -422,6 +467,11 @@ def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) -> None:
     """Compare outputs on a few tokens: a class may compute something else with parameters of the same names.
+
+    Args:
+        name: of the stacked module, for the error.
+        module: the stacked module.
+        experts: made of it.
 
     Raises:
         CalibrationError: the Linears' outputs differ from the stacked module's.

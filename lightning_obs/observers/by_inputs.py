@@ -1,4 +1,8 @@
-"""The base of observers that choose a weight's ranges by the inputs that its module sees."""
+"""The base of observers that choose a weight's ranges by the inputs that its module sees.
+
+While data run, hooks give such an observer the inputs (``observe_inputs``), which it reduces to sums. At the end it
+observes the weight, and searches the ranges by these sums.
+"""
 
 from __future__ import annotations
 
@@ -82,22 +86,38 @@ class ByInputsObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        """The range of least error where all columns count alike."""
+        """The range of least error, all columns counting alike; :meth:`forward` uses it where no inputs were seen."""
         low, high = search_range(observed, self.search_of(observed))[:2]
         return low, high
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
-        """The candidates for an observed weight, and the error that is to be least."""
+        """The search for an observed weight: its candidates, and the error that is to be least."""
         options = options_of(self, to_the_end=True)
         return options.search_on(NumberGrid.of(self.args, self.signed))
 
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
-        """The range of a weight ``(R, C)`` by the moments of its inputs, which :func:`relative_moments` gives."""
+        """Search the ranges of a weight; :meth:`forward` calls this.
+
+        Args:
+            moments: of :func:`relative_moments`.
+            value: the weight ``(R, C)``.
+            g_idx: the group of each column; None: in their order.
+
+        Returns:
+            The smallest and the largest value of each range, ``(*Q,)``: the shape of the scales.
+        """
         raise NotImplementedError
 
 
 def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: bool) -> None:
-    """Raise a CalibrationError unless a weight is a matrix and ``fits`` the inputs of so many channels."""
+    """Raise a CalibrationError unless a weight is a matrix that fits the inputs that were seen.
+
+    Args:
+        observer: for the error.
+        channels: of the inputs.
+        weight: to be searched.
+        fits: whether its columns fit the channels, as the observer has found.
+    """
     if weight.ndim != 2 or not fits:
         shape = tuple(weight.shape)
         raise CalibrationError(
@@ -147,7 +167,10 @@ def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
 
 
 def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
-    """Observe a weight whose module no data reached: all columns count alike, even if the observer is ``strict``."""
+    """Observe a weight whose module's inputs may be missing: then all columns count alike, even if ``strict`` is on.
+
+    Called where the user allows it (``on_missing``), and where ranges of weights alone are computed.
+    """
     with patch_attr(observer, "strict", False):
         observer(weight)
 
@@ -155,7 +178,13 @@ def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
 def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
     """Set :attr:`ByInputsObserver.inputs_are_zero` of observers that saw inputs; called before weights are searched.
 
-    Returns the observers whose inputs were all zero. The host waits once for each device, however many observers.
+    The host waits once for each device, however many observers there are.
+
+    Args:
+        observers: of any class; the ones that saw no inputs are passed over.
+
+    Returns:
+        The observers whose inputs were all zero.
     """
     with_inputs = []
     for observer in observers:

@@ -95,7 +95,9 @@ class CountingObserver(Observer):
 
 
 def counted_values(observer: Observer) -> Support | None:
-    """The values that were observed and how often each was; None unless one histogram of the observer holds them all.
+    """The values that were observed and how often each was; the report draws them.
+
+    None unless the observer counts, and one histogram holds everything: not with a histogram for each head.
 
     >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
     >>> counted_values(observer(torch.tensor([1.0, 2.0, 2.0]))).counts
@@ -251,12 +253,13 @@ class HistogramObserver(PercentileObserver):
         return searched.low.clone(), searched.high.clone()
 
     def _depends_on(self) -> list[Any]:
-        """All that the range depends on: statistics, format and hyperparameters."""
+        """All that the range depends on, to compare with an earlier search: statistics, format and hyperparameters."""
         hyperparameters = [getattr(self, name) for name in declared_hyperparameters(type(self))]
         number_format = vars(self.args).copy()
         return [self.counts, self.min_vals, self.max_vals, number_format, hyperparameters]
 
     def _search(self) -> MinMaxTuple:
+        """Search the range by the criterion, ``(*Q,)`` each."""
         if self.criterion == "percentile":
             return super().get_min_max()
         if not self.is_finite and self.nonfinite_statistics():
@@ -268,7 +271,7 @@ class HistogramObserver(PercentileObserver):
 
 
 class SearchedRange(NamedTuple):
-    """A range, ``(*Q,)`` each, and the values of everything that it depends on."""
+    """A range, ``(*Q,)`` each, and the values of everything that it depends on; kept so that no search runs twice."""
 
     depends_on: list[Any]
     low: torch.Tensor
@@ -276,7 +279,10 @@ class SearchedRange(NamedTuple):
 
 
 def least_divergence(observer: CountingObserver) -> MinMaxTuple:
-    """For each of S scales, the range whose quantized distribution diverges least from the observed, ``(S,)`` each."""
+    """The ranges of the criterion ``entropy``: for each of S scales, the one that diverges least, ``(S,)`` each.
+
+    The divergence is that of the distribution of quantized values from the observed one.
+    """
     smallest_values = observer.min_vals.flatten()
     largest_values = observer.max_vals.flatten()
     lows, highs = candidate_ranges(smallest_values, largest_values, _ENTROPY_FACTORS)  # (candidates, S) each
@@ -292,7 +298,7 @@ def least_divergence(observer: CountingObserver) -> MinMaxTuple:
 
 
 def least_error(observer: HistogramObserver) -> MinMaxTuple:
-    """For each of S scales, the range with the least sum of errors over the counted values, ``(S,)`` each.
+    """The ranges of the criterion ``mse``: for each of S scales, the one with the least sum of errors, ``(S,)`` each.
 
     The distinct values of a scale are searched as a row, each weighted by its count. The exact ends decide the
     candidates; they are added with the weight zero, because their bins are counted already. Values are divided by a

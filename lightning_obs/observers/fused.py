@@ -16,7 +16,7 @@ from lightning_obs.numerics.qparams import compute_global_scale, power_of_two
 
 
 def fuse(observers: Sequence[Any], join_ranges: bool) -> None:
-    """Make a set of observers; see :meth:`.Observer.fuse`."""
+    """Make a set of the observers, which then know each other; :meth:`.Observer.fuse` calls this."""
     for observer in observers:
         observer._fused_observers = [member for member in observers if member is not observer]
         observer._joins_ranges = join_ranges and observer.args.strategy == QuantizationStrategy.TENSOR

@@ -108,7 +108,7 @@ class LocalHessianObserver(ByInputsObserver):
         return options.search_on(NumberGrid.of(self.args, self.signed, global_scale))
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The products of the channels ``(T, t, t)`` and the number of tokens of an input ``(..., C)``."""
+        """The sum of ``x x^T`` in blocks ``(T, t, t)`` and the number of tokens of an input ``(..., C)``."""
         return channel_products(value, block_width(self.args, value.shape[-1]))
 
     @override
@@ -140,7 +140,11 @@ class LocalHessianObserver(ByInputsObserver):
 
 
 def block_width(args: QuantizationArgs, channels: int) -> int:
-    """Columns of a block of the Hessian: they divide the columns of a scale, unless a scale covers all columns.
+    """The number of columns of a block of the Hessian; a scale covers whole blocks, unless it covers all columns.
+
+    Args:
+        args: of the weight.
+        channels: of the inputs, the columns of the weight.
 
     >>> block_width(QuantizationArgs(num_bits=4, group_size=160), channels=320)
     80
@@ -192,7 +196,7 @@ class HessianObserver(LocalHessianObserver):
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The products of the channels ``(C, C)`` and the number of tokens of an input ``(..., C)``."""
+        """The sum of ``x x^T``, ``(C, C)``, and the number of tokens of an input ``(..., C)``."""
         products, number = channel_products(value, value.shape[-1])
         return products[0], number
 

@@ -1,4 +1,4 @@
-"""Weight ranges that lose least where the inputs are large."""
+"""Weight ranges that lose least where the inputs are large: the error of each column is weighted by its input."""
 
 from __future__ import annotations
 

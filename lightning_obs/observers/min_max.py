@@ -38,6 +38,8 @@ class MemorylessMinMaxObserver(Observer):
     def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
         """The ranges of several tensors that stand one below the other, ``(tensors, *Q)`` each.
 
+        The experts of a layer are measured so, in one operation (:mod:`.segments`).
+
         Args:
             observed: ``(N, *Q, G)``.
             lengths: for each tensor the number of its rows, N together; on the device of ``observed``.

@@ -1,7 +1,9 @@
 """The base class of observers: a subclass writes one method.
 
-Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``.
-Phase 2: ``observer.get_qparams()`` turns the statistics into scale, zero point and global scale.
+Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``. Hooks call it at
+each forward of a module; a weight is observed once, at the end.
+Phase 2: ``observer.get_qparams()`` turns the statistics into scale, zero point and global scale, once all ranks have
+the same statistics.
 
 A class written to the ecosystem's observers' guide runs here with its import line changed. Two differences are
 deliberate: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are copied, never changed, so that
@@ -123,11 +125,14 @@ class Observer(Statistics, Registry):
         return self
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``."""
+        """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``; called by :meth:`forward`."""
         self.combine(self.measure(observed))
 
     def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The statistics of one flattened tensor, in the order of ``statistics``, by tensor and ``args`` alone."""
+        """The statistics of one flattened tensor, in the order of ``statistics``.
+
+        They may depend on the tensor, ``args`` and hyperparameters alone, because observers of one kind share them.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must implement update_statistics_from_observed, or statistics and measure"
         )
@@ -137,9 +142,9 @@ class Observer(Statistics, Registry):
         combine_declared(self, measured, of_inputs=False)
 
     def observe_inputs(self, value: torch.Tensor) -> None:
-        """Take in an input ``(..., C)`` of the module whose weight is observed; called if ``needs_inputs``.
+        """Take in an input ``(..., C)`` of the module whose weight is observed.
 
-        An empty one changes nothing.
+        Hooks call this at each forward of the module if ``needs_inputs``. An empty input changes nothing.
         """
         if not hasattr(self, "measure_inputs"):
             raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
@@ -196,7 +201,8 @@ class Observer(Statistics, Registry):
     def sync_activation_stats(self) -> list[Any]:
         """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
 
-        Kept for code written to the guide; :mod:`lightning_obs.ranks.sync` packs all observers' statistics.
+        Only code written to the guide calls this; this package reduces all observers' statistics together
+        (:mod:`lightning_obs.ranks.sync`).
         """
         handles = []
         for name, operation in self._act_sync_dict.items():
@@ -208,7 +214,13 @@ class Observer(Statistics, Registry):
 
 
 def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
-    """Combine the statistics of one tensor, or of one input of its module, with the statistics so far, as declared."""
+    """Combine new statistics with an observer's statistics so far, as its class declares it.
+
+    Args:
+        observer: gets the combined statistics.
+        measured: the statistics of one tensor, in the order of the declaration.
+        of_inputs: they are of an input of the module, for the observer of its weight.
+    """
     declared = [statistic for statistic in observer.statistics if statistic.of_inputs == of_inputs]
     for statistic, newest in zip(declared, measured, strict=False):
         earlier = getattr(observer, statistic.name, None)

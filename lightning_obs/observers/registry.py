@@ -17,7 +17,15 @@ class Registry(RegistryMixin):
 
     @classmethod
     def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
-        """Register a class by name; a class of the user's takes the place of a built-in one, and says so once."""
+        """Register a class by name; ``@Observer.register("name")`` calls this.
+
+        A user's class under the name of another takes its place, with a warning.
+
+        Args:
+            value: the class.
+            name: of the observer; None: the name of the class.
+            alias: further names.
+        """
         key = standardize_lookup_name(name or value.__name__)
         if key not in _registered_names(cls):
             super(Registry, _base_class(cls)).register_value(value, name=key, alias=alias)

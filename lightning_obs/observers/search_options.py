@@ -22,7 +22,7 @@ from lightning_obs.observers.observer import Observer, require
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The candidates of a search, and when it ends.
+    """The candidates of a search, and when it ends; :func:`options_of` makes one of an observer's hyperparameters.
 
     Args:
         maxshrink: how much of the range may be given up, in [0, 1].
@@ -44,10 +44,10 @@ class SearchOptions:
 
     @property
     def factors(self) -> list[float]:
-        """The factors on the expanded range to try, in their order: 1, 1 - 1/grid, ... down to ``1 - maxshrink``.
+        """The factors on the expanded range to try, in their order: 1, 1 - 1/grid, ..., to above ``1 - maxshrink``.
 
-        Factors are whole steps of 1/grid. ``to_the_end`` adds the last whole step before ``1 - maxshrink``, and at
-        least one step: with maxshrink=0.64 and grid=36 the factors end at 1 - 23/36 = 0.361.
+        With ``to_the_end`` the last whole step that is not below ``1 - maxshrink`` is tried, too, and at least one
+        step: with maxshrink=0.64 and grid=36 the factors end at 1 - 23/36 = 0.361.
         """
         if not self.to_the_end:
             return shrink_factors(self.maxshrink, self.grid)
@@ -55,14 +55,17 @@ class SearchOptions:
         return [1 - step / self.grid for step in range(steps + 1)]
 
     def widest(self, num_bits: int) -> float:
-        """The widest candidate over the observed range. Signed scales begin where positive ones do, see the docs."""
+        """The widest candidate, as a factor on the observed range.
+
+        Signed scales begin where positive ones do (:func:`~lightning_obs.numerics.qparams.signed_scale`).
+        """
         codes = 2**num_bits
         if not self.signed:
             return self.expand
         return self.expand * codes / (codes - 1)
 
     def search_on(self, numbers: NumberGrid) -> GridSearch:
-        """The search for a range of a number format."""
+        """The search, with these options, for ranges of a number format."""
         expand = self.widest(numbers.args.num_bits)
         return GridSearch(numbers, self.factors, self.patience, self.norm, expand)
 
@@ -70,7 +73,10 @@ class SearchOptions:
 def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
     """The options that an observer's hyperparameters give.
 
-    ``to_the_end``: as the peer's ``imatrix_mse`` searches, with ``1 - maxshrink`` and to the end if patience is 0.
+    Args:
+        observer: has the hyperparameters as attributes.
+        to_the_end: for observers that search by inputs, as llm-compressor's ``imatrix_mse``: also try the last step,
+            and visit all candidates if patience is 0.
     """
     options = {}
     for field in fields(SearchOptions):
@@ -98,7 +104,10 @@ def check_options(observer: Observer) -> None:
 
 
 def divides_in_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
-    """Whether a weight has scales of blocks, none of which its edge cuts: then it is searched without a copy."""
+    """Whether a weight has a scale for each block of rows and columns, and divides into whole blocks.
+
+    Such a weight is searched as it is, block by block; any other is padded and flattened into a copy.
+    """
     if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2:
         return False
     if not value.is_floating_point() or not value.is_contiguous() or not value.numel():

@@ -1,7 +1,8 @@
 """Observe the experts of a layer together: on an accelerator, a launch for each expert costs more than its few tokens.
 
-An observer takes segments if its class writes ``measure_segments(observed, lengths)``, the statistics of several
-tensors that stand one below the other.
+A segment is the rows of one expert in the tensor of all. An observer takes segments if its class writes
+``measure_segments(observed, lengths)``, the statistics of several tensors that stand one below the other.
+``calibration/expert_tokens.py`` keeps the inputs of a layer's experts until all have run, and observes them here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from lightning_obs.observers.statistic import new_like, observing
 
 
 def takes_segments(observer: Any) -> bool:
-    """Whether :func:`observe_segments` can observe for an observer.
+    """Whether an observer can be given to :func:`observe_segments`.
 
-    Not where a subclass measures or observes in another way than the class that writes ``measure_segments``.
+    Its class, or an ancestor, writes ``measure_segments``; and no subclass of that measures or observes otherwise.
     """
     cls: Any = type(observer)
     for ancestor in cls.__mro__:
@@ -67,7 +68,12 @@ def observe_segments(
 
 
 def _combine_together(observers: Sequence[Any], segments: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Combine the statistics of observers with a segment's each; all observers have statistics, or none has."""
+    """Combine each observer's statistics with the statistics of its segment, all observers in one operation.
+
+    Args:
+        observers: of one kind; all have statistics, or none has.
+        segments: for each observer, the statistics of its segment, in the order of the declaration.
+    """
     if not observers:
         return
     names = [statistic.name for statistic in observers[0].statistics]

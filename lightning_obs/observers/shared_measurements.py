@@ -4,7 +4,8 @@ Observers of one kind (class, tensor, ``args`` and hyperparameters) measure the 
 have seen the same tensors before hold the same statistic objects, and combining gives them the same object again: one
 histogram is added up and kept for q, k and v.
 
-The functions here are called by the hooks, which keep ``measured`` for as long as the tensor does not change.
+The functions here are called by the hooks (``calibration/hooks.py``) at each forward. The hooks keep the dict
+``measured`` for as long as modules read the same tensor.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dic
 
 
 def _kind_of_inputs(observer: Observer) -> Hashable:
-    """Equal for observers that measure the same in an input.
+    """A key that is equal for observers whose ``measure_inputs`` gives the same for an input.
 
-    A class that declares ``_inputs_by`` beside its ``measure_inputs`` reads no hyperparameter there, and no field of
-    ``args`` but these. Tokens that are weighed are other values, so they are measured apart.
+    A class that declares ``_inputs_by`` beside its ``measure_inputs`` says that this method reads these fields of
+    ``args``, and no hyperparameter. Observers that weigh tokens are given other values, so they have another key.
     """
     measuring_class = next(cls for cls in type(observer).__mro__ if "measure_inputs" in vars(cls))
     fields = vars(measuring_class).get("_inputs_by")
@@ -94,7 +95,15 @@ def _combine_shared(
     measured: dict[Hashable, Any],
     of_inputs: bool,
 ) -> None:
-    """Combine an observer's statistics with the tensor's, once for all observers that hold the same statistics."""
+    """Combine an observer's statistics with a tensor's, once for all observers that hold the same statistics.
+
+    Args:
+        observer: gets the combined statistics.
+        kind: equal for observers that measure the same in the tensor.
+        measure: computes the statistics of the tensor; called for the first observer of a kind.
+        measured: by kind, the measurements of the tensor so far; added to.
+        of_inputs: the tensor is an input of the module whose weight is observed.
+    """
     with observing(observer):
         if kind not in measured:
             measured[kind] = Measurement(measure(), {})

@@ -37,7 +37,7 @@ _OBSERVING_MEMBERS = {
 
 
 class Statistic(NamedTuple):
-    """The declaration of one statistic: an attribute of an observer.
+    """The declaration of one statistic, an attribute of an observer; a class lists its declarations in ``statistics``.
 
     Attributes:
         name: of the attribute.
@@ -69,7 +69,9 @@ class Statistic(NamedTuple):
 
 
 def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
-    """Read an ``_act_sync_dict``. A reduction that is not known keeps its own name, for the error.
+    """The statistics that an ``_act_sync_dict`` declares: by name, a reduction as a ReduceOp or as text.
+
+    A reduction that is not known keeps its own name, for the error.
 
     >>> of_sync_dict({"total": dist.ReduceOp.SUM, "high": "max"})[1].reduction
     'max'
@@ -78,7 +80,7 @@ def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
 
 
 def _reduction(operation: Any) -> str:
-    """The name of a reduction that is written as a ReduceOp, as its name, or as one of our names, in any case."""
+    """Our name (``sum``) of a reduction that is written as a ReduceOp, as its name, or as our name, in any case."""
     for reduction, name in _REDUCE_OPS.items():
         if isinstance(operation, str):
             if operation.upper() in (reduction.upper(), name):
@@ -89,7 +91,7 @@ def _reduction(operation: Any) -> str:
 
 
 class Statistics:
-    """The state of an observer, as its class declares it."""
+    """The base of :class:`.Observer` that holds the statistics: what was gathered, saving and loading, ``reset``."""
 
     args: QuantizationArgs
     base_name: str
@@ -117,7 +119,11 @@ class Statistics:
     is_finite = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class that observes differently from its parent, and does not declare its statistics, declares nothing."""
+        """Called for each new class: find out whether ``statistics`` are all that its observers set.
+
+        A class that declares ``statistics`` says so. A class that observes differently from its parent without
+        declaring its own has undeclared statistics.
+        """
         super().__init_subclass__(**kwargs)
         members = vars(cls).keys()
         observes_differently = bool(_OBSERVING_MEMBERS & members)
@@ -135,7 +141,10 @@ class Statistics:
             cls.keeps_extremes = False
 
     def get_statistics(self) -> dict[str, Any]:
-        """Everything that was gathered: ``{attribute: value}``."""
+        """Everything that was gathered, ``{attribute: value}``: to save it, send it to other ranks, or check it.
+
+        Without a declaration that is every attribute that differs from a new observer's.
+        """
         attributes = vars(self)
         statistics = {}
         for declared in declared_statistics(self):
@@ -211,7 +220,7 @@ class Statistics:
 
 
 def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
-    """The statistics that an observer declares, in ``statistics`` or as the guide does."""
+    """The statistics that an observer declares, in ``statistics`` or, as the ecosystem's guide does, in a dict."""
     if observer._declares_all and "_act_sync_dict" not in vars(observer):
         return observer.statistics
     return of_sync_dict(observer._act_sync_dict)
@@ -240,7 +249,10 @@ def is_reached(observer: Statistics) -> bool:
 
 
 def merges_extremes_only(observer: Statistics) -> bool:
-    """Whether an observer merges extremes only, so that ranks may have seen the same data, or other features of it."""
+    """Whether an observer's statistics are minima and maxima only.
+
+    Then ranks may have seen the same data, or other features of it: no sum counts anything twice.
+    """
     reductions = {statistic.reduction for statistic in declared_statistics(observer)}
     return observer.keeps_extremes and reductions <= {"min", "max"}
 
@@ -250,9 +262,9 @@ def merges_extremes_only(observer: Statistics) -> bool:
 
 @contextmanager
 def observing(observer: Statistics) -> Iterator[None]:
-    """The block in which an observer changes its statistics: without gradients, and outside inference mode.
+    """For a ``with`` block in which an observer changes its statistics: without gradients, outside inference mode.
 
-    Lightning validates under inference mode, and a statistic that was born in it could not be updated in training.
+    Lightning validates under inference mode, and a statistic that was made in it could not be updated in training.
     """
     with torch.inference_mode(False), torch.no_grad():
         observer.is_finite = False
@@ -265,7 +277,10 @@ def new_like(observer: Any) -> Any:
 
 
 def equal_values(earlier: Any, later: Any) -> bool:
-    """Whether an attribute has not changed. An object whose class defines no equality is taken for unchanged."""
+    """Whether two values of an attribute are the same: tensors by dtype and elements, other values by ``==``.
+
+    Two objects of a class that defines no equality are taken for the same.
+    """
     if type(earlier) is not type(later):
         return False
     if isinstance(earlier, torch.Tensor):

@@ -1,4 +1,7 @@
-"""Change an ONNX graph that torch's exporter has written: fold batch norms, store 4-bit integers, remove leftovers."""
+"""Change an ONNX graph that torch's exporter has written: fold batch norms, store 4-bit integers, remove leftovers.
+
+An initializer is a constant of the graph, such as a weight. ``onnx_file.py`` calls :func:`finish` once, before saving.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def finish(model: Any, names: Collection[str]) -> None:
 
 
 def _fold(graph: Any, batch_norm: Any) -> None:
-    """Fold a batch norm into the quantized convolution before it; other batch norms stay.
+    """Fold a batch norm into the quantized convolution before it. A batch norm behind anything else stays.
 
     A convolution ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
     convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.
@@ -54,7 +57,14 @@ def _fold(graph: Any, batch_norm: Any) -> None:
 
 
 def _quantized_weight_of(conv: Any) -> Any:
-    """The DequantizeLinear that makes a convolution's weight; None for another node, or a weight in float."""
+    """The DequantizeLinear node that makes a convolution's weight.
+
+    Args:
+        conv: the node before a batch norm; None: the batch norm reads an input of the graph.
+
+    Returns:
+        None if the node is no convolution, or its weight is in float.
+    """
     if conv is None or conv.op_type != "Conv":
         return None
     weight = conv.inputs[1].producer()
@@ -64,7 +74,13 @@ def _quantized_weight_of(conv: Any) -> Any:
 
 
 def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
-    """Whether all parameters are constants, and only the batch norm reads the convolution, and only it the weight."""
+    """Whether a batch norm can be folded: all parameters are constants, and nothing else reads what changes.
+
+    Args:
+        batch_norm: the only node that may read the convolution's output.
+        conv: the only node that may read the weight.
+        weight: the DequantizeLinear node that makes the weight.
+    """
     for value in (batch_norm.inputs[0], weight.outputs[0]):
         if len(value.uses()) != 1:
             return False
@@ -78,7 +94,12 @@ def _array(value: Any) -> Any:
 
 
 def _store_4_bit(graph: Any, names: Collection[str]) -> None:
-    """Store the codes and zero points of DequantizeLinear nodes in 4 bits, where the codes are among ``names``."""
+    """Store codes and zero points of weights in 4 bits.
+
+    Args:
+        graph: changed in place.
+        names: the initializers that hold such codes; DequantizeLinear nodes that read them are changed.
+    """
     narrow_values: dict[str, Any] = {}
     for node in list(graph):
         if node.op_type != "DequantizeLinear" or node.inputs[0].name not in names:

@@ -99,7 +99,7 @@ def export_onnx(
 
 
 def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
-    """The names of the graph's initializers that hold weights of 4 bits or less."""
+    """The names of the graph's constants that hold weights of 4 bits or less, for :func:`.graph.finish`."""
     names = set()
     for module_name, module in calibrated_modules(model):
         args = args_of(module, "weight")
@@ -217,7 +217,7 @@ class _QdqWriter:
             self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
 
     def _weight_attributes(self, args: QuantizationArgs) -> dict[str, Any]:
-        """The weight's DequantizeLinear: the axis along which scales change, and how many values share a scale."""
+        """The attributes of the weight's DequantizeLinear: the axis of the scales, and how many values share one."""
         if args.strategy == QuantizationStrategy.GROUP:
             return {"axis": 1, "block_size": int(args.group_size or 1)}
         return {"axis": kind_of(self.module).rows}
@@ -227,7 +227,11 @@ class _QdqWriter:
     ) -> torch.Tensor:
         """The weight's integers as int8, in the shape of the weight.
 
-        ``rounded`` are the integers ``(R, C)`` that a rounding chose; None: the nearest integers are computed.
+        Args:
+            args: how the weight is quantized.
+            scale: of the weight.
+            zero_point: of the weight.
+            rounded: the integers ``(R, C)`` that a rounding chose; None: the nearest integers are computed.
         """
         shape = whole_shape(self.module)
         assert shape is not None
@@ -265,6 +269,10 @@ def _onnx_shape(scale: torch.Tensor, args: QuantizationArgs) -> tuple[int, ...]:
 
 def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
     """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward.
+
+    Args:
+        model: calibrated, in evaluation mode.
+        example, dynamic_shapes: as for :func:`export_onnx`.
 
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.

@@ -1,4 +1,8 @@
-"""How one rank talks to the others: a reduction of tensors and a gather of objects; nothing else is needed."""
+"""How one rank talks to the others: a reduction of tensors and a gather of objects; nothing else is needed.
+
+A callback makes the :class:`Collectives` of Lightning's strategy, other callers those of ``torch.distributed``; they
+are handed to whatever runs on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +82,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 @contextmanager
 def all_ranks_answer() -> Iterator[None]:
-    """A block around a collective, whose failure becomes an error that says which rank to look at.
+    """For a ``with`` block around a collective: its failure becomes an error that points at the other ranks.
 
     Raises:
         CalibrationError: the collective failed or did not end within the group's time limit.

@@ -1,5 +1,7 @@
 """Reduce the statistics of all observers in a few collectives: extremes, sums of integers, sums of floats.
 
+``sync.py`` calls :func:`reduce_statistics`, after all ranks have told each other what they hold.
+
 A model has hundreds of statistics, of a few bytes each, and an operation on one costs as much as on all. So statistics
 of one reduction are packed into one tensor, widened without loss, and unpacked afterwards. Hessians are not that small:
 sums of floats are reduced in buckets of 256 MiB, and the observers of a bucket take them over before the next one is
@@ -53,7 +55,7 @@ _FEW_INTEGERS = 2**14
 
 
 class Form(NamedTuple):
-    """The facts about a statistic on which ranks must agree. ``reduction``: sum, mean, min or max."""
+    """The facts about a statistic of an observer on which ranks must agree. ``reduction``: sum, mean, min or max."""
 
     name: str
     reduction: str
@@ -151,7 +153,16 @@ def _reduce_bucket(
     collectives: Collectives,
     stretch: Stretch,
 ) -> dict[Key, dict[str, torch.Tensor]]:
-    """Pack a bucket, reduce it in one collective, and unpack this rank's observers' statistics."""
+    """Pack a bucket of statistics, reduce it in one collective, and unpack it.
+
+    Args:
+        packing: how statistics of this reduction are packed.
+        bucket: the same on every rank.
+        observers, collectives, stretch: as for :func:`reduce_statistics`.
+
+    Returns:
+        The reduced statistics of this rank's observers, by observer and name.
+    """
     entries: list[_Entry] = []
     packed = None
     with stretch:
@@ -179,6 +190,7 @@ def _reduce_bucket(
 
 
 def _values_of(statistic: SharedStatistic, observers: Mapping[Key, Observer], rank: int) -> list[torch.Tensor]:
+    """This rank's value of a statistic for each of its observers; empty if this rank lacks it."""
     if rank not in statistic.ranks:
         return []
     return [getattr(observers[key], statistic.form.name) for key in statistic.keys]
@@ -192,7 +204,10 @@ def _on_devices_of(values: list[torch.Tensor], totals: Sequence[torch.Tensor]) -
 
 
 def _in_buckets(statistics: Iterable[SharedStatistic]) -> Iterator[list[SharedStatistic]]:
-    """Distribute statistics to buckets of at most ``BUCKET_BYTES`` in float64; a larger observer has one of its own."""
+    """Distribute statistics to buckets of at most ``BUCKET_BYTES`` in float64, each of which is reduced at once.
+
+    The observers of a statistic may be divided among buckets; a larger statistic of one observer is a bucket itself.
+    """
     bucket: list[SharedStatistic] = []
     bytes_left = BUCKET_BYTES
     for statistic in statistics:
@@ -228,7 +243,7 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
 
 
 def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of :func:`ordered`, whose ``dtype`` is float32, float64, int32 or int64."""
+    """Undo :func:`ordered`: the values, in ``dtype`` float32, float64, int32 or int64, that the integers stand for."""
     if dtype not in _ORDERED_AS:
         return keys.to(dtype)
     keys = keys.to(_ORDERED_AS[dtype])
@@ -259,6 +274,7 @@ def _pack_extremes(entries: Sequence[_Entry], device: torch.device) -> torch.Ten
 
 
 def _unpack_extremes(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield, for each packed statistic, the minimum or maximum over ranks for each of its observers."""
     lengths = [entry.statistic.numel for entry in entries]
     for entry, keys in zip(entries, reduced.split(lengths), strict=True):
         statistic = entry.statistic
@@ -279,7 +295,11 @@ def _in_memory_of_their_own(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
-    """For each tensor, a bit for each block of 128 elements: whether it has one other than 0; the lowest bit first."""
+    """Which blocks of :data:`BLOCK` elements of each tensor are not all zero, for the description of a rank.
+
+    Returns:
+        For each tensor a bit for each block, the lowest bit of a byte first.
+    """
     if not values:
         return []
     device = values[0].device
@@ -324,7 +344,10 @@ def _pack_sums(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
 
 
 def _unpack_sums(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
-    """Each observer's sum; a mean is the sum divided by the number of ranks that have it."""
+    """Yield, for each packed statistic, the sum or mean over ranks for each of its observers.
+
+    A mean is the sum divided by the number of ranks that have it.
+    """
     segments = iter(reduced.split(_sent_lengths(entries)))
     for entry in entries:
         statistic = entry.statistic
@@ -386,7 +409,7 @@ def _sent_lengths(entries: Sequence[_Entry]) -> list[int]:
 
 
 def _with_empty_blocks(sums: torch.Tensor, form: Form, blocks: torch.Tensor) -> torch.Tensor:
-    """One observer's sum from its occupied blocks."""
+    """One observer's sum in its whole shape, from the sums of its occupied blocks; the others are zero."""
     whole = sums.new_zeros(form.numel // BLOCK, BLOCK)
     whole[blocks.to(sums.device)] = sums.view(-1, BLOCK)
     return whole.view(form.shape)
@@ -424,9 +447,15 @@ class _TensorName(str):
 
 
 def pack_tensors(nest: Any) -> tuple[Any, bytes]:
-    """A nest of dicts and lists with names in place of its tensors, and the tensors in the format of safetensors.
+    """Prepare statistics without a reduction to be sent to other ranks.
 
     Pickling takes a hundredth of the time this way, and torch cannot unpickle float8.
+
+    Args:
+        nest: dicts and lists that hold tensors.
+
+    Returns:
+        The nest with names in place of its tensors, and the tensors in the format of safetensors.
     """
     tensors: dict[str, torch.Tensor] = {}
 

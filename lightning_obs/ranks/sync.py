@@ -1,4 +1,7 @@
-"""Give all ranks the same statistics.
+"""Give all ranks the same statistics: of data by :func:`sync_statistics`, of weights by :func:`share_weights`.
+
+At the end of an observation ``calibration/finalize.py`` calls the former. Then the search of weights calls the latter:
+each rank searches its share of the weights, and all ranks get the results.
 
 Ranks see different batches and must write identical scales. The difficulty: a collective that one rank does not enter
 hangs the others, so no data, gap or failure of a single rank may decide which collectives come next.
@@ -164,12 +167,12 @@ def _sync(
     failure: Exception | None,
     reduced: bool,
 ) -> Synced:
-    """Describe, exchange descriptions, reduce, and let the observers take over the result.
+    """Describe this rank's statistics, exchange descriptions, reduce, and let the observers take over the result.
 
     Args:
         observers: of this rank.
         collectives: of this rank.
-        counted: observers whose statistics on this rank count.
+        counted: the observers whose statistics on this rank are used; others of this rank only receive statistics.
         description: this rank's weights and note; the rest of it is filled in here.
         failure: an earlier failure of this rank.
         reduced: whether statistics are reduced as they declare it, or taken from the lowest rank that has them.
@@ -239,7 +242,12 @@ def _describe(
     reduced: bool,
     is_alone: bool,
 ) -> None:
-    """Fill in everything about this rank's observers; arguments are those of :func:`_sync`.
+    """Fill in everything about this rank's observers, before descriptions are exchanged.
+
+    Args:
+        description: has weights and note already.
+        observers, counted, reduced: as for :func:`_sync`.
+        is_alone: whether there is no other rank.
 
     Raises:
         CalibrationError: a declared reduction that cannot be made, or a statistic that cannot be sent.
@@ -285,7 +293,11 @@ def _declared_reductions(observer: Observer) -> dict[str, str]:
 
 
 def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
-    """The form of a statistic that is to be reduced."""
+    """The form of a statistic that is to be reduced over ranks.
+
+    Raises:
+        CalibrationError: it cannot be reduced as it is declared.
+    """
     if reduction not in ("sum", "mean", "min", "max"):
         problem = f"reduction {reduction}"
     elif not isinstance(value, torch.Tensor):
@@ -356,6 +368,7 @@ def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy
 
 
 def _is_plain(value: Any) -> bool:
+    """Whether a value is a tensor of this rank alone, a number, a string, None, or a list, set or dict of these."""
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set)):
@@ -369,6 +382,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _require_finite(descriptions: Sequence[_Description]) -> None:
+    """Raise a CalibrationError for NaN or infinity in any rank's statistics; it names modules and ranks."""
     texts = []
     for rank, description in enumerate(descriptions):
         shown_rank = rank if len(descriptions) > 1 else None
@@ -456,7 +470,7 @@ def _observers_with_equal_forms(
 
 
 def _forms_by_name(forms_of_ranks: Sequence[Sequence[Form] | None]) -> list[dict[int, Form]]:
-    """For each statistic of a group, in the order of names, its form on each rank that has it."""
+    """For each statistic of a group of observers, sorted by name, its form by rank; ranks that lack it are left out."""
     by_name: dict[str, dict[int, Form]] = {}
     for rank, forms in enumerate(forms_of_ranks):
         for form in forms or ():
@@ -496,7 +510,7 @@ def _reduce_into(
 def _take_kept(
     observers: Mapping[Key, Observer], descriptions: Sequence[_Description], collectives: Collectives
 ) -> None:
-    """Give observers the statistics without a reduction of the lowest rank that has them."""
+    """Give this rank's observers the statistics without a reduction, from the lowest rank that has them."""
     done: set[Key] = set()
     for rank, description in enumerate(descriptions):
         due = {}
