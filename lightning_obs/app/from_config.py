@@ -143,7 +143,10 @@ def check_data(config: DictConfig) -> None:
 
 
 def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
-    """Arguments by name that the model offers to its data: the result of ``module.for_data()``, or its tokenizer."""
+    """Arguments by name that the model offers to its data: the result of ``module.for_data()``, or its tokenizer.
+
+    For :func:`read_data`, by which a task reads the data after the model is loaded.
+    """
     if hasattr(module, "for_data"):
         facts: Mapping[str, Any] = module.for_data()
         return facts

@@ -102,7 +102,7 @@ class Job:
             self.module.to(self.trainer.strategy.root_device)
 
     def load_again(self, folder: Path) -> tuple[LightningModule, nn.Module]:
-        """Load the exported checkpoint as a user would, into a new LightningModule.
+        """Load the exported checkpoint as a user would, into a new LightningModule, to compare or measure it.
 
         Returns:
             The LightningModule, and the model inside it.

@@ -130,8 +130,16 @@ class QualityMeter:
 def recovered_share(original: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
     """The share of calibration's loss that fine-tuning recovered, from 0 (none, or it lost more) to 1 (all, or more).
 
-    None if one of the three was not measured, if calibration lost next to nothing, or if the metric does not say which
-    direction is better.
+    For the report of ``task=finetune``.
+
+    Args:
+        original: in full precision.
+        calibrated: before training.
+        tuned: after training.
+
+    Returns:
+        None if one of the three was not measured, if calibration lost next to nothing, or if the metric does not say
+        which direction is better.
     """
     if original is None or calibrated is None or tuned is None or original.higher_is_better is None:
         return None

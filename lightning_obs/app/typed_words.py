@@ -87,7 +87,10 @@ def refuse_unread(task: DictConfig, words: Sequence[str]) -> None:
 
 
 def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
-    """Raise for a typed ``ignore`` that matches no module; the default of a config may match none."""
+    """Raise for a typed ``ignore`` that matches no module; the default of a config may match none.
+
+    Called by the check of a task, once ``model`` is known (on the meta device, where no whole model is loaded).
+    """
     typed_keys = [_key(override) for override in _parsed(typed_overrides())]
     if "ignore" in typed_keys:
         refuse(

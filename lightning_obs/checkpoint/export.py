@@ -220,6 +220,7 @@ def _write_tensors(
     small_entries: list[Entry] = []  # on an accelerator, which one transfer brings to the host
 
     def put(name: str, rows: torch.Tensor, first: int) -> None:
+        """Write rows of a tensor from ``first`` on, or keep small ones; :func:`store` calls this."""
         assert writer is not None
         if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
             small_entries.append(Entry(name, rows, first))

@@ -384,7 +384,11 @@ class TensorReader:
             )
 
     def changed(self, checksums: Mapping[tuple[str, int | None], int]) -> list[str]:
-        """Names of the tensors whose bytes are not those of earlier ``checksums``; all of them are read again."""
+        """Read tensors again, and name the ones that differ; called when a run goes on after a killed one.
+
+        Args:
+            checksums: as in :attr:`checksums`, of the killed run.
+        """
         names = []
         for (name, item), checksum in checksums.items():
             exists = name in self and (item is None or item < len(self.meta(name)))

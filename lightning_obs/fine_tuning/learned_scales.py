@@ -168,7 +168,7 @@ class LearnedScales:
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Calibrated scales and log factors, by name."""
+        """Calibrated scales and log factors, by name, for the callback's state in a checkpoint."""
         calibrated = {}
         log_factors = {}
         for name, scale in self._scales.items():

@@ -134,7 +134,7 @@ class QuantizedTraining:
 
     @property
     def has_all_ranges(self) -> bool:
-        """Whether every range that data must give is known, except ranges of modules that data never reached."""
+        """Whether every range is known, except ranges of modules that data never reached: else data must give more."""
         for target in self.session.plan.targets:
             if target.name not in self.session.skipped:
                 for base_name, args in target.args.items():

@@ -112,7 +112,7 @@ def _reader(module: nn.Module, base_name: str) -> nn.Module:
 
 
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
-    """The transformers model whose config decides the attention function of ``module``.
+    """The transformers model whose config decides the attention function of ``module``; :func:`quantized` asks for it.
 
     Args:
         root: the user's model.

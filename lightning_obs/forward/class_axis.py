@@ -33,7 +33,7 @@ class LastLayer:
         self._shape: torch.Size | None = None
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Register a hook on every layer that has a matrix as its weight; ``stack`` removes them."""
+        """Register a hook on every layer that has a matrix as its weight; ``stack`` removes the hooks."""
         with at_rest():
             for module in model.modules():
                 weight = getattr(module, "weight", None)

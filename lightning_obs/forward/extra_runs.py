@@ -24,8 +24,8 @@ from lightning_obs.model.offload import at_rest, execution_device
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """For a ``with`` block that runs the model in evaluation mode; then modes, buffers, random numbers are as before.
 
-    Buffers of dispatched modules (offloaded by accelerate) are not restored. Other state that a ``forward`` changes is
-    not restored either.
+    Measurements outside of Lightning's loops, and the tracing for ONNX, run in such a block. Buffers of dispatched
+    modules (offloaded by accelerate) are not restored. Other state that a ``forward`` changes is not restored either.
     """
     buffers = _copies_of_buffers(model)
     with in_evaluation_mode(model), random_numbers_restored(model):

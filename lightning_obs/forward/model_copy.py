@@ -62,7 +62,7 @@ class ModelCopy:
         self.model, self.args, self.kwargs = copies
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """The copy of one of the model's modules."""
+        """The copy of one of the model's modules, for hooks on the copy."""
         copied = self._memo.get(id(module))
         if not isinstance(copied, nn.Module):
             raise _refused(type(module).__name__, "a __deepcopy__ of the model that copies its modules in another way")

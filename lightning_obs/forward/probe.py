@@ -64,7 +64,10 @@ def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Te
 
 @contextmanager
 def parameters_without_gradients(model: nn.Module) -> Iterator[None]:
-    """For a ``with`` block in which gradients are computed, but none for a parameter; then parameters are as before."""
+    """For a ``with`` block in which gradients are computed, but none for a parameter; then parameters are as before.
+
+    Sensitivities of an offloaded model are measured in it: only the modules' outputs need gradients.
+    """
     trained: list[tuple[nn.Module, str]] = []
     with at_rest():
         for module in model.modules():

@@ -251,6 +251,8 @@ def fake_quantized_states(
 def set_learned_scale(module: nn.Module, base_name: str, *of_scale: Any) -> None:
     """Let a module in training compute one of its scales at each forward, with a gradient to what is learned.
 
+    ``fine_tuning/learned_scales.py`` calls this whenever calibration has written scales.
+
     Args:
         module: runs quantized by :func:`quantize_training_forward`, until that is undone.
         base_name: the tensor whose scale it is.

@@ -100,7 +100,10 @@ def _refuse_training(gradient: torch.Tensor) -> None:
 
 
 def quantized_weight(module: nn.Module) -> torch.Tensor | None:
-    """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight."""
+    """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight.
+
+    The quantized forward of every module but a plain Linear computes with it.
+    """
     weight = weight_in_use(module)
     if weight is None:
         return None

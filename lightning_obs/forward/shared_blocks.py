@@ -70,6 +70,7 @@ eager_blocks = SharedBlocks()
 def run_eagerly() -> AbstractContextManager[None]:
     """For a ``with`` block in which no graph of torch.compile runs.
 
-    A graph that was compiled before would not see the hooks and forwards that observing and quantizing put on modules.
+    A graph that was compiled before would not see the hooks and forwards that observing and quantizing put on modules,
+    so both run the model in this block.
     """
     return eager_blocks.around(torch, lambda: torch.compiler.set_stance("force_eager"))

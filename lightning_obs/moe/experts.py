@@ -286,7 +286,7 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
-    """The names of layers whose experts are quantized in part, which engines refuse.
+    """The names of layers whose experts are quantized in part; the checks of transformers and vLLM ask for them.
 
     Args:
         model: with experts as Linears.

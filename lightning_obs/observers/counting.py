@@ -95,7 +95,7 @@ class CountingObserver(Observer):
 
 
 def counted_values(observer: Observer) -> Support | None:
-    """The values that were observed and how often each was; the report draws them.
+    """The values that were observed and how often each was: an observation asks for them, for the report.
 
     None unless the observer counts, and one histogram holds everything: not with a histogram for each head.
 

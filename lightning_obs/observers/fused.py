@@ -23,7 +23,7 @@ def fuse(observers: Sequence[Any], join_ranges: bool) -> None:
 
 
 def joined_range_of(observer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The range that covers the ranges of all members of an observer's set, ``(*Q,)`` each."""
+    """The range that covers the ranges of all members of an observer's set, ``(*Q,)`` each, for its scale."""
     low, high = observer.get_min_max()
     for member in observer._fused_observers:
         member_low, member_high = member.get_min_max()

@@ -88,7 +88,7 @@ def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
 
 
 def check_options(observer: Observer) -> None:
-    """Raise a CalibrationError for a hyperparameter of the search that is outside its values; for constructors."""
+    """Raise a CalibrationError for a hyperparameter of the search outside its values; called by constructors."""
     positive = (sys.float_info.min, sys.float_info.max, "a positive number")
     limits = {
         "maxshrink": (0.0, 1.0, "a value in [0, 1]"),

@@ -33,7 +33,7 @@ def takes_segments(observer: Any) -> bool:
 def observe_segments(
     observers: Sequence[Any], rows: torch.Tensor, lengths: Sequence[int], segment_of: Sequence[int]
 ) -> None:
-    """Observe a segment of the rows with each of several observers of one kind that take segments.
+    """Observe a segment of the rows with each of several observers of one kind: the experts of a layer.
 
     Segments are measured together and statistics combined together, in a number of operations that does not grow with
     the number of observers. The statistics are those of ``observer(segment)``, one after the other.

@@ -37,7 +37,7 @@ class Measurement(NamedTuple):
 
 
 def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-    """Observe a tensor that other modules read, too.
+    """Observe an activation that other modules read, too; a hook calls this in place of ``observer(value)``.
 
     Args:
         observer: any; a class that writes ``update_statistics_from_observed`` observes by itself.
@@ -56,7 +56,9 @@ def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hasha
 
 
 def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-    """Observe a module's input ``(..., C)``, for its weight; other modules read the tensor, too.
+    """Observe a module's input ``(..., C)`` for the observer of its weight; other modules read the tensor, too.
+
+    A hook calls this in place of ``observer.observe_inputs(value)``.
 
     Args:
         observer: of a weight, with ``needs_inputs``; a class that writes ``observe_inputs`` observes by itself.

@@ -51,7 +51,12 @@ class Statistic(NamedTuple):
     of_inputs: bool = False
 
     def combine(self, earlier: torch.Tensor | None, newest: torch.Tensor) -> torch.Tensor:
-        """The statistic of two batches, in memory of its own; ``earlier`` is None before the first."""
+        """The statistic of two batches, in memory of its own; :meth:`.Observer.combine` calls this for each batch.
+
+        Args:
+            earlier: of the batches so far; None before the first.
+            newest: of one batch.
+        """
         if earlier is None or self.reduction in ("keep", "mean"):
             return newest.clone()  # it may be a view of the observed tensor
         if self.reduction == "sum":
@@ -61,7 +66,10 @@ class Statistic(NamedTuple):
         return torch.maximum(earlier, newest)
 
     def is_exact(self, value: Any) -> bool:
-        """Whether reducing ``value`` with other values gives the same bits in any order."""
+        """Whether reducing ``value`` with other values gives the same bits in any order.
+
+        Only such statistics of an incomplete observation are reduced when it is saved.
+        """
         if self.reduction in ("min", "max"):
             return True
         counts = isinstance(value, torch.Tensor) and not value.is_floating_point()
@@ -177,7 +185,10 @@ class Statistics:
         self.is_finite = False
 
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay."""
+        """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay.
+
+        Called when an observation begins anew, and where statistics are not needed any more.
+        """
         if self._declares_all:  # a new observer costs much more
             for statistic in self.statistics:
                 if statistic.name not in keep:
@@ -202,7 +213,10 @@ class Statistics:
         return hasattr(self, "min_vals") and hasattr(self, "max_vals")
 
     def nonfinite_statistics(self) -> str | None:
-        """The number of NaN or infinite values of each statistic, as text; None if all are finite."""
+        """The number of NaN or infinite values of each statistic, as text for an error; None if all are finite.
+
+        Asked for every observer before ranks reduce statistics, and by :meth:`.Observer.get_qparams`.
+        """
         statistics = self.get_statistics()
         if all_finite(statistics.values()):
             return None
@@ -251,7 +265,8 @@ def is_reached(observer: Statistics) -> bool:
 def merges_extremes_only(observer: Statistics) -> bool:
     """Whether an observer's statistics are minima and maxima only.
 
-    Then ranks may have seen the same data, or other features of it: no sum counts anything twice.
+    Then ranks may have seen the same data, or other features of it: no sum counts anything twice. Tensor parallelism
+    takes no other observers.
     """
     reductions = {statistic.reduction for statistic in declared_statistics(observer)}
     return observer.keeps_extremes and reductions <= {"min", "max"}

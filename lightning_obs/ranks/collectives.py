@@ -52,7 +52,7 @@ class Collectives:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """The collectives of ``torch.distributed``.
+        """The collectives of ``torch.distributed``, for work outside of a Trainer.
 
         Args:
             group: the ranks; default: all of them.
@@ -149,7 +149,10 @@ class Stretch:
 
 @contextmanager
 def on_all_ranks(collectives: Collectives) -> Iterator[None]:
-    """Raise an error of one rank in the ``with`` block on all ranks, at its end. Every rank must enter the block."""
+    """For a ``with`` block that all ranks enter: an error of one rank in it is raised on all ranks at its end.
+
+    For work between collectives that other ranks wait for: exports, and runs from files to files.
+    """
     stretch = Stretch(collectives)
     with stretch:
         yield

@@ -107,7 +107,7 @@ def reduce_statistics(
     collectives: Collectives,
     stretch: Stretch,
 ) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
-    """Reduce statistics over ranks; every rank must exhaust the iterator.
+    """Reduce statistics over ranks, one collective for each item of the iterator, which every rank must exhaust.
 
     Extremes come first, then integers: a sum that does not fit its dtype is an error before any sum is given out, and
     extremes can be reduced again.

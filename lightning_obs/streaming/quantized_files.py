@@ -207,7 +207,7 @@ class QuantizedFiles:
         writer.copy(tensor.stored_as, self.source.reader, name)
 
     def write_other_files(self, new_folder: Path, stored: Set[str]) -> None:
-        """Copy the files beside the weights, and add the quantization config to ``config.json``.
+        """Copy the files beside the weights, and add the quantization config to ``config.json``; called on rank 0.
 
         Args:
             new_folder: the folder of the new checkpoint.

@@ -170,7 +170,7 @@ class CheckpointSource:
 
     @contextmanager
     def loaded(self, module_names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
-        """Load modules' own parameters and buffers for the length of the ``with`` block; tied tensors are read once.
+        """For a ``with`` block in which parameters and buffers of some modules are in memory; tied ones are read once.
 
         Args:
             module_names: names in the model; modules inside these are loaded only if they are named too.

