@@ -187,7 +187,7 @@ def _attention_function(model: Any) -> Iterator[None]:
     plain = {id(config): copy(config) for config, _ in implementations}
 
     def put_plain(attributes: dict[str, Any]) -> None:
-        """Give a copy of a module's attributes configs with the original attention function."""
+        """Called for each copy of a module: let its attributes have configs with the original attention function."""
         for config, _ in implementations:
             vars(plain[id(config)]).update(vars(config))
         for holder in (attributes, *(vars(config) for config in plain.values())):

@@ -31,7 +31,7 @@ class _Block:
 
 
 class SharedBlocks:
-    """Blocks of one kind, one per object. Threads may share them."""
+    """Shared context managers ("blocks") of one kind, at most one for each object. Threads may share them."""
 
     def __init__(self) -> None:
         #: objects that a block is open around
@@ -40,11 +40,13 @@ class SharedBlocks:
 
     @contextmanager
     def around(self, shared: _Shared, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """Use the block around an object.
+        """For a ``with`` block: enter the shared block around an object, or stay in it if others are in it already.
+
+        The last user to leave exits the shared block.
 
         Args:
             shared: the object.
-            make: makes the block; it is called if nobody else uses one around this object now.
+            make: makes the context manager; called for the first user.
         """
         with self._counting:
             block = self.open.get(shared)

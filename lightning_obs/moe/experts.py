@@ -65,7 +65,9 @@ class LinearExpert(nn.Module):
 
 
 class LinearExperts(nn.Module):
-    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`.
+    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`; it replaces the stacked module.
+
+    While an expert runs, a calibration reads :attr:`rows` and :attr:`total`, to know which tokens it has.
 
     Args:
         origin: the stacked module; its config, submodules and training mode are taken over.

@@ -233,9 +233,10 @@ class HistogramObserver(PercentileObserver):
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        """The range that the criterion chooses; where the observed range is not finite, that range.
+        """The range that the criterion chooses, ``(*Q,)`` each; where the observed range is not finite, that range.
 
-        Searched once for the same statistics and hyperparameters, also by fused observers: q, k and v read one tensor.
+        It is searched once for the same statistics and hyperparameters, and fused observers share the result, since
+        q, k and v read one tensor.
         """
         require_statistics(self)
         depends_on = self._depends_on()

@@ -93,7 +93,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
 
 @Observer.register("nvfp4_expanded_mse")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1/200 of that: for weights in NVFP4.
+    """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1.8/200: for weights in NVFP4.
 
     Between 4 and 6, FP4 has no number. A range wider than the values moves the largest of them to 4, and the others to
     where the numbers are dense.

@@ -168,7 +168,9 @@ class Observer(Statistics, Registry):
         return fused.global_scale_of(self)
 
     def get_qparams(self) -> QParamsDict:
-        """Compute scale, zero point and global scale. Changes nothing: a second call returns the same.
+        """Compute scale, zero point and global scale, at the end of an observation (``calibration/finalize.py``).
+
+        It changes nothing: a second call returns the same.
 
         Raises:
             CalibrationError: nothing was observed, or the observed values hold NaN or infinity.
@@ -191,6 +193,8 @@ class Observer(Statistics, Registry):
     @staticmethod
     def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:
         """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``.
+
+        Called when the observers of a plan are made, and where an expert borrows the ranges of others.
 
         Args:
             observers: of modules that are fused.

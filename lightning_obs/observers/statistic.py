@@ -169,7 +169,9 @@ class Statistics:
         return statistics
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Take over statistics that were gathered elsewhere, by attribute; :meth:`reset` forgets them too.
+        """Take over statistics that were gathered elsewhere, by attribute: reduced over ranks, or from a saved state.
+
+        :meth:`reset` forgets them too.
 
         Raises:
             CalibrationError: a name that no statistic can have, because the observer has another member of that name.

@@ -51,7 +51,7 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """The outcome of a sync; the same on every rank, except for ``failure``.
+    """The outcome of :func:`sync_statistics` or :func:`share_weights`; the same on every rank, except for ``failure``.
 
     Attributes:
         unreached: observers that no data reached on any rank, sorted.

@@ -106,7 +106,7 @@ class QuantizedFiles:
                 write_qparams(target.module, target.scheme, meta_qparams(target))
 
     def _find_quantized(self) -> list[str]:
-        """The names for :attr:`quantized`: planned modules, and the Linears of all experts of a layer that has any."""
+        """The names for :attr:`quantized`: planned modules, and all experts' Linears of a layer with a planned one."""
         planned = {target.name for target in self.observation.plan.targets}
         expert_prefixes = []
         for container in linear_experts(self.source.model):
