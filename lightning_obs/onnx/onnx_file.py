@@ -12,12 +12,16 @@ scale.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
+import traceback
+import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, quantize
@@ -44,6 +48,8 @@ from lightning_obs.packages import import_package
 
 #: the first opset with 4-bit integers and scales per group
 _OPSET = 21
+#: bytes of weights that one file holds; protobuf ends at 2 GiB, and the graph needs room, too
+_LARGEST_FILE = 3 << 29
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
@@ -65,8 +71,10 @@ def export_onnx(
 
     Args:
         model: a model in float32. It is traced in evaluation mode, and not changed.
-        file: path of the new file, which appears complete or not at all.
-        example: inputs to trace the model with: one tensor, positional arguments, or keyword arguments.
+        file: path of the new file, which appears complete or not at all. More than 1.5 GiB of weights are written to a
+            second file beside it.
+        example: inputs to trace the model with: one tensor, a tuple of positional arguments, or a dict of keyword
+            arguments. A model that takes one dict gets it in a tuple: ``(batch,)``.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
         overwrite: replace an existing ``file``.
@@ -185,9 +193,9 @@ class _QdqWriter:
     """Adds QuantizeLinear and DequantizeLinear to the graph for the tensors of one module, while the model is traced.
 
     The nodes read ``buffers``, which :func:`_trace` registers on the module for the length of the trace; the
-    initializers of the graph take the names of these buffers. Activations are written as unsigned integers, with codes
-    and zero point both 128 higher. The numbers are the same, and onnxruntime's kernels for x86 take them: onnxruntime
-    1.30 converts signed activations itself, and fails at matrix products with three dimensions.
+    initializers of the graph take the names of these buffers. Activations with a zero point are written as unsigned
+    integers, with codes and zero point both 128 higher: the numbers are the same, and engines on x86 multiply unsigned
+    by signed integers. Symmetric activations stay signed, with zero point 0, which is all that TensorRT takes.
 
     Args:
         module: a calibrated module.
@@ -211,7 +219,8 @@ class _QdqWriter:
                 self.buffers["weight_codes"] = self._weight_codes(args, scale, zero_point, qparams.get(ROUNDED))
             else:
                 self.attributes[base] = {}
-                zero_point = (zero_point.short() + 128).to(torch.uint8)
+                if not args.symmetric:
+                    zero_point = (zero_point.short() + 128).to(torch.uint8)
             shape = _onnx_shape(scale, args)
             self.buffers[f"{base}_step"] = scale.float().reshape(shape)
             self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
@@ -254,7 +263,7 @@ class _QdqWriter:
         if base == "weight":
             codes: Any = self.module.weight_codes
         else:
-            codes = add_node("QuantizeLinear", (value, scale, zero_point), {}, dtype=torch.uint8)
+            codes = add_node("QuantizeLinear", (value, scale, zero_point), {}, dtype=zero_point.dtype)
         return add_node("DequantizeLinear", (codes, scale, zero_point), self.attributes[base], dtype=value.dtype)
 
 
@@ -267,6 +276,33 @@ def _onnx_shape(scale: torch.Tensor, args: QuantizationArgs) -> tuple[int, ...]:
     return ()
 
 
+class _Example(NamedTuple):
+    """The arguments to trace a model with, as :func:`torch.onnx.export` takes them."""
+
+    positional: tuple[Any, ...]
+    by_name: dict[str, Any]
+    dynamic_shapes: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any, dynamic_shapes: Any) -> _Example:
+        """Read the arguments ``example`` and ``dynamic_shapes`` of :func:`export_onnx`.
+
+        torch takes a last positional argument that is a dict for keyword arguments. So positional arguments that end
+        with a dict are passed by the names that the model's forward has for them.
+        """
+        if isinstance(example, Mapping):
+            return cls((), dict(example), dynamic_shapes)
+        if isinstance(example, torch.Tensor):
+            return cls((example,), {}, dynamic_shapes)
+        positional = tuple(example)
+        if not positional or not isinstance(positional[-1], dict):
+            return cls(positional, {}, dynamic_shapes)
+        by_name = inspect.signature(model.forward).bind(*positional).arguments
+        if isinstance(dynamic_shapes, (tuple, list)):
+            dynamic_shapes = dict(zip(by_name, dynamic_shapes, strict=True))
+        return cls((), dict(by_name), dynamic_shapes)
+
+
 def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
     """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward.
 
@@ -277,15 +313,7 @@ def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.
     """
-    keyword_arguments: dict[str, Any] = {}
-    positional_arguments: tuple[Any, ...] = ()
-    if isinstance(example, Mapping):
-        keyword_arguments = dict(example)
-    elif isinstance(example, torch.Tensor):
-        positional_arguments = (example,)
-    else:
-        positional_arguments = tuple(example)
-    options = {"dynamo": True, "opset_version": _OPSET, "dynamic_shapes": dynamic_shapes, "verbose": False}
+    arguments = _Example.of(model, example, dynamic_shapes)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
             writer = _QdqWriter(module)
@@ -294,26 +322,83 @@ def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
                 stack.callback(delattr, module, name)
             stack.callback(quantize_forward(module, writer=writer))
         try:
-            return torch.onnx.export(model, positional_arguments, kwargs=keyword_arguments, **options)
+            return torch.onnx.export(
+                model,
+                arguments.positional,
+                kwargs=arguments.by_name,
+                dynamic_shapes=arguments.dynamic_shapes,
+                opset_version=_OPSET,
+                dynamo=True,
+                verbose=False,
+            )
         except Exception as error:
-            first_line = str(error).strip().partition("\n")[0]
+            cause = _first_cause(error)
+            first_line = str(cause).strip().partition("\n")[0]
             raise CalibrationError(
                 f"torch's ONNX exporter cannot export {type(model).__name__}",
-                got=f"{type(error).__name__}: {first_line}",
+                where=_user_lines(cause),
+                got=f"{type(cause).__name__}: {first_line}",
                 remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
             ) from error
 
 
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that others were raised from: the exporter's own says only in which of its steps it occurred."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _user_lines(error: BaseException) -> list[str]:
+    """The innermost line of the user's code that raised the error, as ``["file:line"]``; empty if there is none."""
+    packages = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_file = not frame.filename.startswith("<")
+        if is_file and not any(Path(frame.filename).is_relative_to(folder) for folder in packages):
+            lines.append(f"{frame.filename}:{frame.lineno}")
+    return lines[-1:]
+
+
+# ---------------------------------------------------------------------- writing
+
+
 def _save(program: Any, file: Path, overwrite: bool) -> None:
-    """Write a traced program to one file, complete or not at all; refuse a model that needs more than one."""
-    with whole_file(file, overwrite) as partial_file:
-        program.save(partial_file)
-        # torch writes the weights of a model that is too large for protobuf to files beside it.
-        weight_files = [path for path in partial_file.parent.iterdir() if path != partial_file]
-        if weight_files:
-            size = sum(path.stat().st_size for path in weight_files)
-            raise CalibrationError(
-                f"{file} would be more than one ONNX file holds",
-                got=f"{size:,} bytes of weights beside it",
-                remedy="use fewer bits (W4A16), export parts of the model, or export_checkpoint, which has no limit.",
-            )
+    """Write a traced program; a large model's weights go to one file beside it.
+
+    That file has a name of its own for each content, ``model.onnx.<checksum>.data``. So it can be there before the
+    model takes its name, and a model that is replaced keeps its weights until the new one is complete.
+    """
+    import onnx_ir as ir
+
+    model = program.model
+    stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    if sum(tensor.nbytes for tensor in stored) <= _LARGEST_FILE:
+        with whole_file(file, overwrite) as partial_file:
+            ir.save(model, partial_file)
+        return
+    earlier = _weight_files_of(file)
+    checksum = 0
+    for tensor in stored:
+        checksum = zlib.crc32(tensor.tobytes(), checksum)
+    weights = file.with_name(f"{file.name}.{checksum:08x}.data")
+    was_there = weights.exists()
+    try:
+        with whole_file(file, overwrite) as partial_file:
+            ir.save(model, partial_file, external_data=weights.name)
+            os.replace(partial_file.with_name(weights.name), weights)
+    except BaseException:
+        if not was_there:
+            weights.unlink(missing_ok=True)
+        raise
+    for old_file in earlier:
+        if old_file != weights:
+            old_file.unlink(missing_ok=True)
+
+
+def _weight_files_of(file: Path) -> list[Path]:
+    """The files of weights that an earlier export of a large model has written beside ``file``."""
+    pattern = re.compile(re.escape(file.name) + r"\.[0-9a-f]{8}\.data")
+    if not file.parent.is_dir():
+        return []
+    return [path for path in file.parent.iterdir() if pattern.fullmatch(path.name)]

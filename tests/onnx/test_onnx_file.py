@@ -1,8 +1,10 @@
 """QDQ ONNX files: what onnxruntime computes with them, how small they are, what is refused."""
 
+import re
 import sys
 
 import onnx
+import onnx_ir
 import onnxruntime
 import pytest
 import torch
@@ -16,6 +18,8 @@ from lightning_obs import (
     load_checkpoint,
     quantized,
 )
+from lightning_obs.files.write import Staging
+from lightning_obs.onnx import onnx_file
 
 WEIGHTS = {"num_bits": 8, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "observer": "static_minmax"}
@@ -232,15 +236,99 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
     onnx.checker.check_model(tmp_path / "m.onnx")
 
 
-def test_weights_too_large_for_one_file_are_named_and_what_is_there_stays(tmp_path, monkeypatch):
-    from torch.onnx._internal.exporter import _onnx_program
+class Sizes(nn.Module):
+    """Takes one dict, as models of series do."""
 
-    (tmp_path / "m.onnx").write_text("precious")
-    monkeypatch.setattr(_onnx_program, "_LARGE_MODEL_THRESHOLD", 100)
-    with pytest.raises(CalibrationError, match=r"m\.onnx would be more than one ONNX file holds\. Got .* bytes"):
-        export_onnx(int8(), tmp_path / "m.onnx", torch.randn(2, 16), overwrite=True)
-    assert (tmp_path / "m.onnx").read_text() == "precious"
-    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, batch):
+        return {"mean": self.fc(batch["past"]), "width": self.fc(batch["past"] * batch["scale"]).abs()}
+
+
+def test_a_model_may_take_one_dict_and_return_another(tmp_path):
+    batch = {"past": torch.randn(3, 16), "scale": torch.rand(3, 1)}
+    model = calibrated(Sizes, batch, {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ASYMMETRIC})
+    shapes = ({"past": {0: torch.export.Dim.DYNAMIC}, "scale": {0: torch.export.Dim.DYNAMIC}},)
+    file = export_onnx(model, tmp_path / "m.onnx", (batch,), dynamic_shapes=shapes)
+    other = {"past": torch.randn(5, 16), "scale": torch.rand(5, 1)}
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    mean, width = session.run(None, {f"batch_{name}": value.numpy() for name, value in other.items()})
+    with torch.no_grad(), quantized(model):
+        expected = model(other)
+    torch.testing.assert_close(torch.from_numpy(mean), expected["mean"], atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.from_numpy(width), expected["width"], atol=2e-5, rtol=1e-5)
+
+
+# ---------------------------------------------------------------------- weights beside the file
+
+
+def large(monkeypatch):
+    """From now on the weights of every model are too large for one file."""
+    monkeypatch.setattr(onnx_file, "_LARGEST_FILE", 100)
+
+
+def test_weights_too_large_for_one_file_lie_beside_it(tmp_path, monkeypatch):
+    x = torch.randn(2, 16)
+    model = int8()
+    expected = run(export_onnx(model, tmp_path / "whole.onnx", x), x)
+    large(monkeypatch)
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) == 3
+    assert re.fullmatch(r"m\.onnx\.[0-9a-f]{8}\.data", names[1])
+    assert file.stat().st_size < (tmp_path / "whole.onnx").stat().st_size
+    assert torch.equal(run(file, x), expected)
+
+
+def test_an_export_that_fails_leaves_a_large_model_with_its_weights(tmp_path, monkeypatch):
+    x = torch.randn(2, 16)
+    large(monkeypatch)
+    file = export_onnx(int8(), tmp_path / "m.onnx", x)
+    expected, names = run(file, x), sorted(path.name for path in tmp_path.iterdir())
+    other = int8(torch.randn(2, 16) * 3)
+    with torch.no_grad(), CalibrationSession(other, {"group": {"targets": ["Linear"], "weights": {"num_bits": 4}}}):
+        other[0].weight.mul_(2)
+
+    def full(self, overwrite):
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Staging, "replace_file", full)
+        with pytest.raises(CalibrationError, match=r"cannot be written\. Got No space left"):
+            export_onnx(other, file, x, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert torch.equal(run(file, x), expected)
+    export_onnx(other, file, x, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 2  # the old weights are gone
+    assert not torch.equal(run(file, x), expected)
+
+
+# ---------------------------------------------------------------------- what engines do with it
+
+
+def test_symmetric_schemes_follow_tensorrts_rules(tmp_path):
+    """TensorRT takes signed integers with zero points 0, and activations with one scale; no TensorRT reads it here.
+
+    https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html
+    """
+    x = torch.randn(2, 3, 9, 9)
+    graph = onnx.load(export_onnx(calibrated(Norms, x, CASES["int8"][1]), tmp_path / "model.onnx", x)).graph
+    stored = {value.name: onnx.numpy_helper.to_array(value) for value in graph.initializer}
+    producers = {name: node for node in graph.node for name in node.output}
+    kinds = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert len(kinds) == 3 * 4
+    for node in kinds:
+        _, scale, zero_point = (stored.get(name) for name in node.input)
+        assert zero_point.dtype == "int8"
+        assert not zero_point.any()
+        is_weight = node.op_type == "DequantizeLinear" and node.input[0] in stored
+        assert scale.ndim == (1 if is_weight else 0)
+    for node in graph.node:
+        if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
+            for name in node.input[:2]:
+                assert producers[name].op_type in ("DequantizeLinear", "Transpose")
 
 
 def convolutions():
@@ -279,15 +367,16 @@ def test_a_model_that_cannot_be_traced_is_named_and_stays_as_it_was(tmp_path):
 
     model = calibrated(Branches, torch.ones(2, 16), {"targets": ["Linear"], "weights": WEIGHTS})
     before, buffers = set(vars(model.fc)), dict(model.named_buffers())
-    refused(model, "ONNX exporter cannot export Branches.*torch.onnx.export", tmp_path, torch.ones(2, 16))
+    cause = r"ONNX exporter cannot export Branches: .*test_onnx_file.py:\d+\. Got GuardOnDataDependentSymNode: Could not"
+    refused(model, cause + ".*torch.onnx.export", tmp_path, torch.ones(2, 16))
     assert set(vars(model.fc)) == before
     assert dict(model.named_buffers()) == buffers
 
 
 def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
-    def full(self, path, **options):
+    def full(model, path, **options):
         path.write_bytes(b"half")
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(torch.onnx.ONNXProgram, "save", full)
+    monkeypatch.setattr(onnx_ir, "save", full)
     refused(int8(), "cannot be written. Got No space left", tmp_path)
