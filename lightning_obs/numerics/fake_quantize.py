@@ -1,13 +1,14 @@
 """Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
 
-Forward, compressed-tensors' ``fake_quantize`` is called, so training sees bit for bit what the exported checkpoint
-gives. (Formats of which torch has no dtype are computed here, to the same bits: the cast to fp4 makes eight masked
-passes, and elsewhere than on a CPU the host waits for each.) It would cut the graph, so the gradient is put beside it:
+The forward calls compressed-tensors' ``fake_quantize``, so training sees bit for bit what the exported checkpoint
+gives. (Formats for which torch has no dtype are computed here, to the same bits: compressed-tensors' cast to fp4 makes
+eight masked passes, and on an accelerator the host waits for each.) Its result has no graph, so the gradient is defined
+here:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
   beyond its last level, as values there still round to that level: compressed-tensors maps the absmax of a
-  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. To that
-  comes the rounding error of the value's or the scale's dtype; in bfloat16, two steps of int8.
+  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. Add the
+  rounding error of the value's or the scale's dtype; in bfloat16, two steps of int8.
 * **scale**, if it requires a gradient: learned step size (LSQ). ``ds = round(v) - v`` on the grid, the clipped level
   outside, in units of a step from the zero point; both are ``(quantized - value) / scale`` and ``quantized / scale``.
 
@@ -15,7 +16,7 @@ The backward keeps one byte per value (inside or not); for a learned scale also 
 parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so it keeps nothing.
 
 The clip test compares the value with ``(bound - zero_point) * scale``, not ``value / scale + zero_point`` with the
-bound: one small tensor per scale in place of another division of the whole value.
+bound: this computes one small tensor per scale and saves another division of the whole value.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ def fake_quantize(
     observations: int = 1,
 ) -> torch.Tensor:
     """Quantize and dequantize with given parameters, so that gradients pass.
+
+    The quantized forward (``forward/quantized_tensors.py``) calls it in each call of a module for its weight, inputs
+    and outputs with calibrated scales; export (``checkpoint/compress.py``) for weights on an accelerator.
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
@@ -89,10 +93,13 @@ def fake_quantize(
         return quantized
     inside = _on_grid(value, qparams)
     if not scale.requires_grad:
-        return _StraightThrough.apply(value, quantized.detach(), _ungroup(inside, value.shape, args), None, 1.0)
-    factor = (value.numel() / observations / scale.numel() * NumberGrid.of(args).high) ** -0.5
-    grouped, levels = _group(value, args), _group(quantized, args).detach()
-    learned = _StraightThrough.apply(grouped, levels, inside, _broadcastable(scale, args), factor)
+        inside = _ungroup(inside, value.shape, args)
+        return _StraightThrough.apply(value, quantized.detach(), inside, None, 1.0)
+    values_per_scale = value.numel() / observations / scale.numel()
+    factor = (values_per_scale * NumberGrid.of(args).high) ** -0.5
+    grouped_value = _group(value, args)
+    grouped_result = _group(quantized, args).detach()
+    learned = _StraightThrough.apply(grouped_value, grouped_result, inside, _broadcastable(scale, args), factor)
     return _ungroup(learned, value.shape, args)
 
 
@@ -100,6 +107,8 @@ def fake_quantize_dynamic(
     value: torch.Tensor, args: QuantizationArgs, *, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Quantize and dequantize with the range of the value itself, as compressed-tensors does at run time.
+
+    The quantized forward calls it for every activation whose scheme is dynamic.
 
     Args:
         value: an activation ``(..., C)``.
@@ -133,10 +142,12 @@ def learned_scale(
 ) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
+    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned.
+
     The paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
-    that moves a scale of 0.002 by half at a learning rate of 0.001, and nothing keeps its sign. Here
+    a step at a learning rate of 0.001 moves a scale of 0.002 by half, and nothing keeps its sign. Here
     the same step changes any scale by 0.1 %. ``log_factor`` starts at zero, where the result is exactly the calibrated
-    scale, and weight decay pulls back to that rather than to zero.
+    scale, and weight decay pulls the scale back to the calibrated one rather than to zero.
 
     Args:
         calibrated: the scale that calibration found; a constant.
@@ -154,22 +165,32 @@ def learned_scale(
     """
     calibrated = calibrated.detach()
     wide = calibrated * log_factor.exp()
-    least = calibrated.abs().clamp(max=torch.finfo(stored or calibrated.dtype).tiny)
-    wide = torch.where(calibrated < 0, torch.minimum(wide, -least), torch.maximum(wide, least))
+    smallest_normal = torch.finfo(stored or calibrated.dtype).tiny
+    least = calibrated.abs().clamp(max=smallest_normal)
+    positive = torch.maximum(wide, least)
+    negative = torch.minimum(wide, -least)
+    wide = torch.where(calibrated < 0, negative, positive)
     scale = wide.to(calibrated.dtype)
-    return scale if stored is None else straight_through(scale, round_to_quantized_type_dtype(wide.detach(), stored))
+    if stored is None:
+        return scale
+    rounded = round_to_quantized_type_dtype(wide.detach(), stored)
+    return straight_through(scale, rounded)
 
 
 def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """``quantized`` in the dtype of ``value``, to which the gradient goes."""
+    """``quantized`` in the dtype of ``value``, to which the gradient goes unchanged.
+
+    Called by :func:`learned_scale`, and by the quantized forward for weights that GPTQ rounded.
+    """
     result: torch.Tensor = _StraightThrough.apply(value, quantized.to(value.dtype), None, None, 1.0)
     return result
 
 
 class _StraightThrough(torch.autograd.Function):
-    """``quantized`` forward; backward, the gradient goes to ``value`` where ``inside`` (None: everywhere).
+    """Return ``quantized`` in the forward; in the backward, pass the gradient to ``value``.
 
-    A ``scale``, which broadcasts against the others, gets the gradient of a learned step size, times ``factor``.
+    The gradient passes where ``inside`` is True (None: everywhere). A ``scale``, which broadcasts against the other
+    tensors, gets the gradient of a learned step size, times ``factor``.
     """
 
     @staticmethod
@@ -184,45 +205,61 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        value, quantized, inside, scale, ctx.factor = inputs
+        value, quantized, inside, scale, factor = inputs
         ctx.mark_dirty(quantized)  # returned as it is, not as a view that an in-place ReLU could not change
         ctx.dtype = value.dtype
-        ctx.save_for_backward(inside, scale, *((None, None) if scale is None else (value, output)))
+        ctx.factor = factor
+        if scale is None:
+            ctx.save_for_backward(inside, None, None, None)
+        else:
+            ctx.save_for_backward(inside, scale, value, output)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inside, scale, value, quantized = ctx.saved_tensors
-        passed = grad if inside is None else torch.where(inside, grad, 0)
-        learned = None
+        value_grad = None
+        if ctx.needs_input_grad[0]:
+            value_grad = grad if inside is None else torch.where(inside, grad, 0)
+            value_grad = value_grad.to(ctx.dtype)
+        scale_grad = None
         if scale is not None:
-            total = (grad * (quantized - torch.where(inside, value, 0))).float().sum_to_size(scale.shape)
-            learned = (total / scale.float() * ctx.factor).to(scale.dtype)
-        return passed.to(ctx.dtype) if ctx.needs_input_grad[0] else None, None, None, learned, None
+            difference = quantized - torch.where(inside, value, 0)
+            difference = grad * difference
+            total = difference.float().sum_to_size(scale.shape)
+            scale_grad = total / scale.float() * ctx.factor
+            scale_grad = scale_grad.to(scale.dtype)
+        return value_grad, None, None, scale_grad, None
 
 
 @torch.no_grad()
 def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
+    """Quantize and dequantize without a graph, bit for bit as compressed-tensors."""
     scale, zero_point, args, global_scale = qparams
-    number, wide = format_of(args), torch.promote_types(value.dtype, scale.dtype) == torch.float64
-    if number is None or number.dtype is not None or wide:
+    number = format_of(args)
+    has_dtype = number is None or number.dtype is not None
+    is_float64 = torch.promote_types(value.dtype, scale.dtype) == torch.float64
+    if has_dtype or is_float64:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    level, step = _in_steps(value, qparams)
+    levels, step = _in_steps(value, qparams)
     if zero_point is None:
-        level.add_(0.0)  # the sign of a zero in ``value`` is lost, that of a value near zero is kept
-    near = NumberGrid.of(args).round(level.float())
-    level = near.copysign_(level).to(step.dtype)
+        levels.add_(0.0)  # -0.0 becomes 0.0; a value that is rounded to zero keeps its sign below
+    nearest = NumberGrid.of(args).round(levels.float())
+    levels = nearest.copysign_(levels).to(step.dtype)
     if zero_point is not None:
-        level = level - _broadcastable(zero_point, args).to(step.dtype)
-    quantized = _ungroup(level * step, value.shape, args)
+        levels = levels - _broadcastable(zero_point, args).to(step.dtype)
+    quantized = _ungroup(levels * step, value.shape, args)
     return quantized.to(value.dtype) if args.strategy in _GROUPED else quantized
 
 
 def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, torch.Tensor]:
     """A value in steps of the grid, not rounded yet, in the layout of :func:`_group`; and the step."""
     scale, zero_point, args, global_scale = qparams
-    step = _broadcastable(scale if global_scale is None else scale / global_scale, args)
+    step = scale if global_scale is None else scale / global_scale
+    step = _broadcastable(step, args)
     steps = _group(value, args) / step
-    return steps if zero_point is None else steps.add_(_broadcastable(zero_point, args).to(value.dtype)), step
+    if zero_point is not None:
+        steps.add_(_broadcastable(zero_point, args).to(value.dtype))
+    return steps, step
 
 
 @torch.no_grad()
@@ -230,15 +267,18 @@ def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
     scale, zero_point, args, global_scale = qparams
     grid = NumberGrid.of(args)
-    low, high = grid.low, grid.high
     eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
-    slack = grid.last_step / 2 + eps * (high - low)
+    slack = grid.last_step / 2 + eps * (grid.high - grid.low)
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
-    ends = (low - slack - zero) * step, (high + slack - zero) * step  # a negative scale exchanges them
-    lower, upper = _broadcastable(torch.minimum(*ends), args), _broadcastable(torch.maximum(*ends), args)
+    low = (grid.low - slack - zero) * step
+    high = (grid.high + slack - zero) * step
+    # A negative scale exchanges the two ends.
+    lower = _broadcastable(torch.minimum(low, high), args)
+    upper = _broadcastable(torch.maximum(low, high), args)
     grouped = _group(value, args)
-    return (grouped >= lower).logical_and_(grouped <= upper)
+    inside = grouped >= lower
+    return inside.logical_and_(grouped <= upper)
 
 
 # ---------------------------------------------------------------------- layouts in which a scale broadcasts
@@ -258,14 +298,16 @@ def _ungroup(grouped: torch.Tensor, shape: torch.Size, args: QuantizationArgs) -
     if args.strategy in _GROUPED:
         return grouped.flatten(-2)
     if args.strategy == QuantizationStrategy.BLOCK:
-        return grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1)[: shape[0], : shape[1]]
+        padded = grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        return padded[: shape[0], : shape[1]]
     return grouped
 
 
 def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """One number per scale, for values in the layout of :func:`_group`."""
     if args.strategy in _GROUPED:
-        return (scale if scale.ndim > 1 else scale.reshape(-1, 1)).unsqueeze(-1)
+        by_group = scale if scale.ndim > 1 else scale.reshape(-1, 1)
+        return by_group.unsqueeze(-1)
     if args.strategy == QuantizationStrategy.BLOCK:
         return scale[..., None, None]
     return scale
@@ -273,7 +315,8 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """A quantization parameter for each element of a weight ``(R, C)``."""
-    return _ungroup(_broadcastable(parameter, args).expand_as(_group(weight, args)), weight.shape, args)
+    expanded = _broadcastable(parameter, args).expand_as(_group(weight, args))
+    return _ungroup(expanded, weight.shape, args)
 
 
 @torch.no_grad()
@@ -285,7 +328,11 @@ def quantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The numbers of a format nearest to a weight ``(R, C)``: int8, float8, or the four bits of E2M1 in int8."""
+    """The numbers of a format nearest to a weight ``(R, C)``: int8, float8, or the four bits of E2M1 in int8.
+
+    Called by export (``checkpoint/compress.py``) for a weight whose codes it packs itself, and by
+    ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
+    """
     grid = NumberGrid.of(args)
     steps, _ = _in_steps(weight, (scale, zero_point, args, global_scale))
     if grid.number is None:
@@ -293,15 +340,28 @@ def quantize(
     elif grid.number.dtype is not None:
         codes = steps.clamp_(grid.low, grid.high).to(grid.number.dtype)
     else:
-        twice = grid.round(steps.float()).mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
-        codes = torch.minimum(twice, (twice >> 1).add_(2)).clamp_(max=7).bitwise_or_((steps < 0).to(torch.int8) << 3)
+        codes = _e2m1_codes(steps, grid)
     return _ungroup(codes, weight.shape, args)
 
 
+def _e2m1_codes(steps: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
+    """The four bits of the E2M1 numbers nearest to ``steps``, in int8: a sign, then 0 to 7 for the magnitude."""
+    twice = grid.round(steps.float()).mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    from_two_on = (twice >> 1).add_(2)  # the codes of 2, 3 and 4; 8 for 6, whose code is 7
+    magnitude = torch.minimum(twice, from_two_on).clamp_(max=7)
+    sign = (steps < 0).to(torch.int8) << 3
+    return magnitude.bitwise_or_(sign)
+
+
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """The low four bits of ``(R, C)`` in int8, two neighbours to a byte, the first of them in its low half."""
-    pairs = codes.flatten().view(torch.int16)  # the strides of a single row, or of a transposed weight, forbid it
-    packed = (pairs & 0xF).bitwise_or_((pairs >> 4).bitwise_and_(0xF0)).to(torch.uint8)
+    """The low four bits of ``(R, C)`` in int8, two neighbours to a byte, the first of them in its low half.
+
+    Called by export for weights of four bits.
+    """
+    # Flat, because int8 of a single row, or of a transposed weight, has strides that cannot be viewed as int16.
+    pairs = codes.flatten().view(torch.int16)
+    second = (pairs >> 4).bitwise_and_(0xF0)
+    packed = (pairs & 0xF).bitwise_or_(second).to(torch.uint8)
     return packed.view(len(codes), codes.shape[1] // 2)
 
 
@@ -313,14 +373,17 @@ def dequantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight ``(R, C)`` that levels of a grid stand for, in float32, with the gradient to ``scale``."""
+    """The weight ``(R, C)`` that levels of a grid stand for, in float32, with the gradient to ``scale``.
+
+    Called by the quantized forward and by export for a weight that GPTQ rounded, whose levels the module holds.
+    """
     step = scale.float() if global_scale is None else scale.float() / global_scale
     weight: torch.Tensor = _Dequantized.apply(levels, step, zero_point, args)
     return weight
 
 
 class _Dequantized(torch.autograd.Function):
-    """``(levels - zero_point) * step``. Of a weight, the backward keeps its levels, a byte each."""
+    """``(levels - zero_point) * step``. The backward keeps a weight's levels, a byte each."""
 
     @staticmethod
     def forward(
@@ -330,24 +393,34 @@ class _Dequantized(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        levels, step, zero_point, ctx.args = inputs
+        levels, step, zero_point, args = inputs
+        ctx.args = args
         ctx.save_for_backward(levels, step, zero_point)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         levels, step, zero_point = ctx.saved_tensors
-        each = _group(grad * _from_zero(levels, zero_point, ctx.args), ctx.args)
-        return None, each.sum_to_size(_broadcastable(step, ctx.args).shape).reshape(step.shape), None, None
+        products = grad * _from_zero(levels, zero_point, ctx.args)
+        products = _group(products, ctx.args)
+        shape = _broadcastable(step, ctx.args).shape
+        step_grad = products.sum_to_size(shape).reshape(step.shape)
+        return None, step_grad, None, None
 
 
 def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs) -> torch.Tensor:
-    return levels.float() if zero_point is None else levels.float() - elementwise(zero_point.float(), levels, args)
+    """Levels less their zero points, in float32."""
+    if zero_point is None:
+        return levels.float()
+    return levels.float() - elementwise(zero_point.float(), levels, args)
 
 
 def _refuse_learned(qparams: _QParams) -> None:
+    """Raise where a gradient is asked for a parameter that a checkpoint stores rounded."""
     scale, zero_point, args, global_scale = qparams
-    rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
-    parameters = {"scale": scale if rounded else None, "zero point": zero_point, "global scale": global_scale}
+    is_scale_rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
+    parameters = {"scale": scale, "zero point": zero_point, "global scale": global_scale}
+    if not is_scale_rounded:
+        del parameters["scale"]
     for name, parameter in parameters.items():
         if parameter is not None and parameter.requires_grad:
             raise CalibrationError(

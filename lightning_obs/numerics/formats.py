@@ -60,6 +60,8 @@ FORMATS = {
 def format_of(args: QuantizationArgs) -> NumberFormat | None:
     """The floating format to which values are quantized; None: integers.
 
+    Called for each :class:`NumberGrid` that is made.
+
     Raises:
         CalibrationError: no format of this many bits is in :data:`FORMATS`.
 
@@ -68,28 +70,44 @@ def format_of(args: QuantizationArgs) -> NumberFormat | None:
     """
     if args.type == QuantizationType.INT:
         return None
-    for number in FORMATS.values():
-        if number.bits == args.num_bits and number.codes is not None:
+    value_formats = {name: number for name, number in FORMATS.items() if number.codes is not None}
+    for number in value_formats.values():
+        if number.bits == args.num_bits:
             return number
     raise CalibrationError(
         "no such number format",
         got=f"floating point of {args.num_bits} bits",
-        expected="one of " + ", ".join(name for name, number in FORMATS.items() if number.codes is not None),
+        expected="one of " + ", ".join(value_formats),
         remedy="use one of these, or add a row to FORMATS in numerics/formats.py.",
     )
 
 
 def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
-    """The format of ranges and scales in a dtype; None: not known, or as wide as float32."""
-    return next((number for number in FORMATS.values() if dtype is not None and number.dtype == dtype), None)
+    """The format of ranges and scales in a dtype; None: not in :data:`FORMATS`, or as wide as float32.
+
+    The range search on a CPU asks it for the rounding that its compiled loop has to imitate.
+    """
+    if dtype is None:
+        return None
+    for number in FORMATS.values():
+        if number.dtype == dtype:
+            return number
+    return None
 
 
 class NumberGrid(NamedTuple):
     """The numbers of a format, in units of the scale; the zero point is not subtracted.
 
-    ``low`` and ``high`` are the smallest and the largest; ``number`` tells where the others lie (None: they are
-    the integers). ``args`` tell how a range becomes a scale, ``signed`` whether that may be negative
-    (:func:`~lightning_obs.numerics.qparams.signed_scale`), ``global_scale`` how that of a tensor_group is rounded.
+    Searches, fake quantization, rounding and the report make one for each tensor, with :meth:`of`.
+
+    Attributes:
+        args: how a range becomes a scale.
+        low: the smallest number.
+        high: the largest number.
+        number: the floating format, which says where the numbers between lie; None: at the integers.
+        signed: whether a scale may be negative (:func:`~lightning_obs.numerics.qparams.signed_scale`).
+        global_scale: ``(1,)``, to which the scales of a tensor_group are relative; None for other strategies, or where
+            it is not known yet.
 
     >>> NumberGrid.of(QuantizationArgs(num_bits=4)).round(torch.tensor([-9.0, 0.5, 1.5, 6.6]))
     tensor([-8.,  0.,  2.,  7.])
@@ -121,7 +139,9 @@ class NumberGrid(NamedTuple):
         """Largest rounding error of a value at a tenth of the range, where most values of a weight are."""
         if self.number is None:
             return 0.5
-        return 2.0 ** (max(math.floor(math.log2(self.high / 10)), self.number.smallest) - self.number.mantissa - 1)
+        exponent = math.floor(math.log2(self.high / 10))
+        exponent = max(exponent, self.number.smallest)
+        return 2.0 ** (exponent - self.number.mantissa - 1)
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
@@ -129,7 +149,14 @@ class NumberGrid(NamedTuple):
         return None if self.args.strategy == QuantizationStrategy.TENSOR_GROUP else self.args.scale_dtype
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them."""
+        """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them.
+
+        Called by the range searches for their candidate ranges.
+
+        Args:
+            low: smallest value of each range, any shape.
+            high: largest value, of the same shape.
+        """
         args = self.args
         if self.signed:
             return signed_scale(low, high, args).float(), None
@@ -139,7 +166,9 @@ class NumberGrid(NamedTuple):
             scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)
         if self.global_scale is not None:
             return scale.float() / self.global_scale, None
-        return scale.float(), None if args.symmetric else zero_point.float()
+        if args.symmetric:
+            return scale.float(), None
+        return scale.float(), zero_point.float()
 
     def round(self, value: torch.Tensor) -> torch.Tensor:
         """The nearest numbers of the format (ties to even) to a float32 tensor."""
@@ -148,14 +177,21 @@ class NumberGrid(NamedTuple):
             return near.round_()
         # float32 rounds to the format's bits, ties to even, when 1.5 * 2**(23 - mantissa) times the value's power of
         # two is added.
-        power = torch.bitwise_and(near.view(torch.int32), 0x7F800000).view(torch.float32)
-        power.clamp_(min=2.0**self.number.smallest).mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
-        return near.add_(power).sub_(power)
+        exponent_bits = torch.bitwise_and(near.view(torch.int32), 0x7F800000)
+        power = exponent_bits.view(torch.float32)
+        power.clamp_(min=2.0**self.number.smallest)
+        rounder = power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
+        return near.add_(rounder).sub_(rounder)
 
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The error of quantizing and dequantizing a float32 tensor; scale and zero point broadcast against it."""
-        levels = self.round(value / scale if zero_point is None else (value / scale).add_(zero_point))
-        levels = levels if zero_point is None else levels.sub_(zero_point)
-        return torch.mul(levels, scale, out=levels if out is None else out).sub_(value)
+        steps = value / scale
+        if zero_point is not None:
+            steps.add_(zero_point)
+        levels = self.round(steps)
+        if zero_point is not None:
+            levels.sub_(zero_point)
+        dequantized = torch.mul(levels, scale, out=levels if out is None else out)
+        return dequantized.sub_(value)

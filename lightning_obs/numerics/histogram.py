@@ -34,10 +34,15 @@ from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams, observed_range, tile_size
 
 BINS = 1 << 16
-_TILE = 1 << 22  # values whose codes lie beside them at once
-_CELLS = 1 << 16  # candidates x bins that a criterion looks at together: 512 KiB in float64
+# Values that are counted at once: their bins are kept beside them.
+_TILE = 1 << 22
+# Candidates x bins for which a criterion is computed at once: 512 KiB in float64.
+_CELLS = 1 << 16
 
-_NAN_FROM = 0x7F81  # patterns above infinity, of either sign
+# The first pattern above infinity; all from there on are NaN.
+_NAN_FROM = 0x7F81
+# The sign bit of a pattern.
+_SIGN = 0x8000
 
 
 class Histogram(NamedTuple):
@@ -61,18 +66,28 @@ class Support(NamedTuple):
 def count_values(observed: torch.Tensor) -> Histogram:
     """Count all values of ``(N, Q, G)``, separately for each of the Q scales.
 
-    A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be overlooked.
+    Called by the counting observers (``observers/counting.py``) for each batch, by the range search for long rows, and
+    by :func:`support_of`. A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be
+    overlooked.
     """
     if not launch.can_read(observed):
         return _count_plainly(observed)
-    parts = zip(*(_count_flat(observed[:, q].reshape(-1)) for q in range(observed.shape[1])), strict=True)
-    # Half a megabyte of one scale need not be copied.
-    return Histogram(*(torch.stack(each) if len(each) > 1 else each[0].unsqueeze(0) for each in parts))
+    histograms = [_count_flat(values.reshape(-1)) for values in observed.unbind(1)]
+    if len(histograms) == 1:  # half a megabyte of counts need not be copied
+        counts, low, high = histograms[0]
+        return Histogram(counts.unsqueeze(0), low.unsqueeze(0), high.unsqueeze(0))
+    all_counts, lows, highs = zip(*histograms, strict=True)
+    return Histogram(torch.stack(all_counts), torch.stack(lows), torch.stack(highs))
 
 
 def count_nan(counts: torch.Tensor) -> int:
-    """How many NaN were counted in ``(..., 65536)``. A reduction over ranks may lose the one in a minimum."""
-    return int(counts[..., _NAN_FROM:0x8000].sum() + counts[..., 0x8000 + _NAN_FROM :].sum())
+    """How many NaN were counted in ``(..., 65536)``.
+
+    The observers ask this, because a reduction over ranks may lose the NaN that stands in a minimum.
+    """
+    positive = counts[..., _NAN_FROM:_SIGN].sum()
+    negative = counts[..., _SIGN + _NAN_FROM :].sum()
+    return int(positive + negative)
 
 
 def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Support:
@@ -83,51 +98,65 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
         low: the exact smallest value, a scalar. A bin that rounding put below it stands for it.
         high: the exact largest value, a scalar.
     """
-    codes = _ascending(counts)
-    return Support(value_of(codes).float().clamp(low.float(), high.float()), counts[codes])
+    bins = _ascending(counts)
+    values = value_of(bins).float().clamp(low.float(), high.float())
+    return Support(values, counts[bins])
 
 
 def support_of(value: torch.Tensor) -> Support:
-    """The occupied bins of all values of one tensor."""
-    counted = count_values(value.detach().reshape(-1, 1, 1))
-    return support(*(part[0] for part in counted))
+    """The occupied bins of all values of one tensor.
+
+    Called by the report's layer errors for a module's inputs, batch by batch.
+    """
+    histogram = count_values(value.detach().reshape(-1, 1, 1))
+    return support(histogram.counts[0], histogram.low[0], histogram.high[0])
 
 
-def join_supports(one: Support, other: Support) -> Support:
+def join_supports(first: Support, second: Support) -> Support:
     """The occupied bins of both tensors together."""
-    values, places = torch.cat([one.values, other.values]).unique(return_inverse=True)
-    counts = torch.zeros(len(values), dtype=torch.int64, device=values.device)
-    return Support(values, counts.index_add_(0, places, torch.cat([one.counts, other.counts])))
+    values = torch.cat([first.values, second.values])
+    counts = torch.cat([first.counts, second.counts])
+    distinct, places = values.unique(return_inverse=True)
+    sums = torch.zeros(len(distinct), dtype=torch.int64, device=distinct.device)
+    return Support(distinct, sums.index_add_(0, places, counts))
 
 
-def linear_bins(found: Support, bins: int) -> tuple[float, float, list[int]]:
+def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
     """The smallest value, the largest value, and how many lie in each of ``bins`` equal parts of that range.
+
+    Called by the report's page, which draws them.
 
     >>> linear_bins(Support(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1, 5, 2])), 2)
     (-1.0, 1.0, [1, 7])
     """
-    low, high = float(found.values[0]), float(found.values[-1])
-    place = (found.values.double() - low) / (high - low or 1.0) * bins
-    counts = torch.zeros(bins, dtype=torch.int64, device=found.values.device)
-    counts.index_add_(0, place.long().clamp(0, bins - 1), found.counts)
+    low = float(occupied.values[0])
+    high = float(occupied.values[-1])
+    width = high - low or 1.0
+    place = (occupied.values.double() - low) / width * bins
+    place = place.long().clamp(0, bins - 1)
+    counts = torch.zeros(bins, dtype=torch.int64, device=place.device)
+    counts.index_add_(0, place, occupied.counts)
     return low, high, counts.tolist()
 
 
-def median_size(found: Support) -> float:
+def median_size(occupied: Support) -> float:
     """The magnitude that half of all values do not exceed; the report compares it with the largest value.
 
     >>> median_size(Support(torch.tensor([-8.0, -1.0, 0.0, 2.0]), torch.tensor([1, 3, 2, 3])))
     1.0
     """
-    sizes, order = found.values.abs().sort()
-    ends = found.counts[order].cumsum(0)
-    return float(sizes[torch.searchsorted(ends, (int(ends[-1]) + 1) // 2)])
+    sizes, order = occupied.values.abs().sort()
+    cumulative = occupied.counts[order].cumsum(0)
+    rank = (int(cumulative[-1]) + 1) // 2
+    return float(sizes[torch.searchsorted(cumulative, rank)])
 
 
 def percentile_range(
     counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The smallest value with ``percentile`` of all at or below it, and its mirror image. For one scale.
+
+    Called by the percentile observer when qparams are computed.
 
     With n values, sorted, these are number ``n - k`` and ``k - 1`` (from 0), ``k = ceil(n * percentile / 100)``: values
     of the data, never between two. numpy calls it ``inverted_cdf``.
@@ -141,17 +170,21 @@ def percentile_range(
     values, numbers = support(counts, low, high)
     cumulative = numbers.cumsum(0)
     total = int(cumulative[-1])
-    rank = math.ceil(Fraction(str(percentile)) * total / 100)  # exact: 99.9 is 999/1000 here, not the nearest float
+    share = Fraction(str(percentile)) / 100  # exact: 99.9 % is 999/1000 here, not the nearest float
+    rank = math.ceil(share * total)
     if rank >= total:
         return low, high
-    at = torch.searchsorted(cumulative, cumulative.new_tensor([total - rank + 1, rank]))
-    return values[at[0]].to(low.dtype), values[at[1]].to(high.dtype)
+    ranks = cumulative.new_tensor([total - rank + 1, rank])
+    smallest, largest = values[torch.searchsorted(cumulative, ranks)]
+    return smallest.to(low.dtype), largest.to(high.dtype)
 
 
 def candidate_divergences(
-    found: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
+    occupied: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
     """Kullback-Leibler divergence of the quantized distribution from the observed one, ``(C,)`` in float64.
+
+    Called by the histogram observer, criterion ``entropy``, when qparams are computed.
 
     For each candidate, P holds the counts inside the range, with the counts outside added to its outermost bins. Q
     holds the counts inside, summed over the bins that quantize to one level and spread over them again, evenly over
@@ -161,95 +194,160 @@ def candidate_divergences(
     Migacz normalises Q. For a small share s that is clipped, that differs by s ** 2 / 2. But a range with one occupied
     bin inside has P = Q = 1 then, even if it clips all else: data away from zero lost everything. Here Q keeps mass.
 
-    Migacz's bins are linear, so evenly over values is there evenly over bins. The bins here are not, so their width is
-    the measure. The levels follow from ``args``: asymmetric and floating formats are served too. Exact zeros, which
-    every range quantizes without error, are left out: a spike of them (ReLU) would reward the narrowest range.
+    Migacz's bins have one width, so to spread evenly over values is to spread evenly over bins. The bins here have
+    different widths, so counts are spread in proportion to these. The levels follow from ``args``: asymmetric and
+    floating formats are served too. Exact zeros, which every range quantizes without error, are left out: a spike of
+    them (ReLU) would reward the narrowest range.
 
     Reference:
         Migacz, 8-bit Inference with TensorRT, GTC 2017.
     """
-    kept = found.values != 0
-    values, numbers = found.values[kept], found.counts[kept].double()
+    is_nonzero = occupied.values != 0
+    values = occupied.values[is_nonzero]
+    numbers = occupied.counts[is_nonzero].double()
     if not len(values):
         return torch.zeros(len(lows), dtype=torch.float64, device=lows.device)
-    total = numbers.sum()
-    widths = torch.frexp(values)[1].double().exp2()  # of a bin, up to a factor that all bins share
-    divergences = []
-    grid, qparams = NumberGrid.of(args), compute_qparams(lows, highs, args)
+    distribution = _Distribution(values, numbers, args)
+    qparams = compute_qparams(lows, highs, args)
+    candidates = max(1, _CELLS // len(values))  # at once
+    scales = _columns(qparams["scale"]).split(candidates)
+    zero_points = _columns(qparams["zero_point"]).split(candidates)
     # Zero is in every range, as in compute_qparams.
-    columns = qparams["scale"], qparams["zero_point"], lows.clamp(max=0), highs.clamp(min=0)
-    parts = (each.float()[:, None].split(max(1, _CELLS // len(values))) for each in columns)
-    for scale, zero_point, low, high in zip(*parts, strict=True):
-        quantized = grid.round((values / scale).add_(zero_point))
+    lower_ends = _columns(lows.clamp(max=0)).split(candidates)
+    upper_ends = _columns(highs.clamp(min=0)).split(candidates)
+    divergences = []
+    for scale, zero_point, low, high in zip(scales, zero_points, lower_ends, upper_ends, strict=True):
         if args.symmetric:  # the format's range, not only the observed one
             high = torch.maximum(-low, high)
             low = -high
-        inside = (values >= low) & (values <= high)
-        # Quantizing keeps the order, so a level is a run of bins.
-        level = torch.nn.functional.pad((quantized[:, 1:] != quantized[:, :-1]).cumsum(1), (1, 0))
-        counted, width = inside * numbers, inside * widths
-        of_level = torch.zeros_like(counted).scatter_add_(1, level, counted).gather(1, level)
-        spread = of_level * width / torch.zeros_like(width).scatter_add_(1, level, width).gather(1, level)
-        covered = counted.sum(1)
-        reference = counted
-        reference.scatter_add_(1, inside.int().argmax(1, keepdim=True), ((values < low) * numbers).sum(1, True))
-        last = inside.shape[1] - 1 - inside.flip(1).int().argmax(1, keepdim=True)
-        reference.scatter_add_(1, last, ((values > high) * numbers).sum(1, True))
-        terms = torch.where(inside, reference * (reference / spread).log(), 0)
-        divergence = (terms.sum(1) + covered) / total - 1
-        divergences.append(torch.where(covered > 0, divergence, torch.inf))
+        divergences.append(distribution.divergences(scale, zero_point, low, high))
     return torch.cat(divergences)
 
 
-def _count_flat(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Counts ``(65536,)``, smallest and largest of a flat tensor, by the compiled loops."""
+def _columns(candidates: torch.Tensor) -> torch.Tensor:
+    """A number per candidate, ``(C,)``, as ``(C, 1)`` in float32, so that it broadcasts against bins."""
+    return candidates.float()[:, None]
+
+
+class _Distribution:
+    """The bins of one scale, to which :func:`candidate_divergences` compares each candidate.
+
+    Args:
+        values: of the occupied bins, ascending, ``(B,)`` in float32; without zero.
+        numbers: how many values were counted in each, ``(B,)`` in float64.
+        args: the number format.
+    """
+
+    def __init__(self, values: torch.Tensor, numbers: torch.Tensor, args: QuantizationArgs) -> None:
+        self.values = values
+        self.numbers = numbers
+        self.total = numbers.sum()
+        self.grid = NumberGrid.of(args)
+        exponents = torch.frexp(values).exponent
+        self.widths = exponents.double().exp2()  # of the bins, up to a factor that all bins share
+
+    def divergences(
+        self, scale: torch.Tensor, zero_point: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> torch.Tensor:
+        """The divergence of each of C candidates, ``(C,)``; all arguments are ``(C, 1)``."""
+        inside = (self.values >= low) & (self.values <= high)
+        counts = inside * self.numbers
+        widths = inside * self.widths
+        level = self._levels(scale, zero_point)
+        spread = _sum_by_level(counts, level) * widths / _sum_by_level(widths, level)
+        covered = counts.sum(1)
+        reference = self._with_clipped(counts, inside, low, high)
+        terms = reference * (reference / spread).log()
+        terms = torch.where(inside, terms, 0)
+        divergence = (terms.sum(1) + covered) / self.total - 1
+        return torch.where(covered > 0, divergence, torch.inf)
+
+    def _levels(self, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
+        """To which level each bin quantizes, numbered from 0, ``(C, B)``."""
+        steps = (self.values / scale).add_(zero_point)
+        quantized = self.grid.round(steps)
+        # Quantizing keeps the order, so a level is a run of bins.
+        starts_level = quantized[:, 1:] != quantized[:, :-1]
+        return torch.nn.functional.pad(starts_level.cumsum(1), (1, 0))
+
+    def _with_clipped(
+        self, counts: torch.Tensor, inside: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the counts outside a range to its outermost bins; ``counts`` is written to."""
+        below = ((self.values < low) * self.numbers).sum(1, keepdim=True)
+        above = ((self.values > high) * self.numbers).sum(1, keepdim=True)
+        first = inside.int().argmax(1, keepdim=True)
+        from_last = inside.flip(1).int().argmax(1, keepdim=True)
+        last = inside.shape[1] - 1 - from_last
+        return counts.scatter_add_(1, first, below).scatter_add_(1, last, above)
+
+
+def _sum_by_level(values: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
+    """For each bin, the sum of ``values`` over all bins of its level, ``(C, B)``."""
+    sums = torch.zeros_like(values).scatter_add_(1, level, values)
+    return sums.gather(1, level)
+
+
+def _count_flat(values: torch.Tensor) -> Histogram:
+    """Count a flat tensor by the compiled loops: ``counts`` is ``(65536,)``, ``low`` and ``high`` are scalars."""
     counts = launch.count_values(values)
     # Reading few values again is faster than looking through the bins.
     if values.dtype != torch.bfloat16 or len(values) <= _TILE:
-        return counts, *torch.aminmax(values)
-    low, high = value_of(_ascending(counts)[[0, -1]])
+        return Histogram(counts, *torch.aminmax(values))
+    bins = _ascending(counts)
+    low, high = value_of(bins[[0, -1]])
     if count_nan(counts):
         low = high = torch.full_like(low, torch.nan)
-    return counts, low, high
+    return Histogram(counts, low, high)
 
 
 def _count_plainly(observed: torch.Tensor) -> Histogram:
     """As :func:`count_values`, all scales in one launch of each operation."""
-    scales, device = observed.shape[1], observed.device
+    scales = observed.shape[1]
+    device = observed.device
     counts = torch.zeros(scales, BINS, dtype=torch.int64, device=device)
-    for part in observed.split(max(1, tile_size(device, _TILE) // max(1, observed[0].numel()))):
-        if on_gpu.can_run(part):
-            on_gpu.count_patterns(part.bfloat16(), counts)
+    observations = tile_size(device, _TILE) // max(1, observed[0].numel())  # at once
+    for tile in observed.split(max(1, observations)):
+        if on_gpu.can_run(tile):
+            on_gpu.count_patterns(tile.bfloat16(), counts)
             continue
-        # Unsigned, because a bin is not negative; widened, because places are not uint16. An accelerator's host
+        # Unsigned, because a bin is not negative; widened, because an index cannot be uint16. An accelerator's host
         # would wait for bincount.
-        places = part.bfloat16().view(torch.uint16).to(torch.int32, memory_format=torch.contiguous_format)
+        bins = tile.bfloat16().view(torch.uint16)
+        bins = bins.to(torch.int32, memory_format=torch.contiguous_format)
         if scales > 1:
-            places += torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)[:, None]
-        counts.view(-1).index_add_(0, places.view(-1), _one(device).expand(places.numel()))
+            first_bins = torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)
+            bins += first_bins[:, None]
+        ones = _one(device).expand(bins.numel())
+        counts.view(-1).index_add_(0, bins.view(-1), ones)
     return Histogram(counts, *observed_range(observed))
 
 
 @functools.cache
 def _one(device: torch.device) -> torch.Tensor:
+    """The integer 1 on a device: kept there, because an upload makes the host wait."""
     return torch.ones((), dtype=torch.int64, device=device)
 
 
 def _ascending(counts: torch.Tensor) -> torch.Tensor:
     """The occupied bins in the order of their values."""
-    codes = counts.nonzero()[:, 0]
+    bins = counts.nonzero()[:, 0]
     # Patterns ascend with the value where the sign bit is clear, and descend where it is set.
-    split = int(torch.searchsorted(codes, 0x8000))
-    return torch.cat([codes[split:].flip(0), codes[:split]])
+    first_negative = int(torch.searchsorted(bins, _SIGN))
+    return torch.cat([bins[first_negative:].flip(0), bins[:first_negative]])
 
 
-def value_of(codes: torch.Tensor) -> torch.Tensor:
+def value_of(bins: torch.Tensor) -> torch.Tensor:
     """The value of each bin, in bfloat16."""
-    return codes.to(torch.uint16).view(torch.bfloat16)
+    return bins.to(torch.uint16).view(torch.bfloat16)
 
 
 @functools.cache
 def every_value(device: torch.device) -> torch.Tensor:
-    """The value of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; not to be written to."""
+    """The value of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; not to be written to.
+
+    Made once for each accelerator, by the range search of long bfloat16 rows.
+    """
     with torch.inference_mode(False):
-        return value_of(torch.arange(BINS, device=device)).nan_to_num(0, torch.inf, -torch.inf)
+        bins = torch.arange(BINS, device=device)
+        return value_of(bins).nan_to_num(0, torch.inf, -torch.inf)

@@ -6,7 +6,7 @@ here all of them are looked at on their device first, and the host reads once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,57 +18,63 @@ _SMALL = 2**16
 def all_finite(values: Iterable[Any]) -> bool:
     """Whether no floating point tensor among ``values`` holds NaN or infinity. Other values count as finite.
 
+    Called with one observer's statistics before qparams are computed, and with all observers' before ranks reduce them.
+
     >>> all_finite([torch.ones(2), "text", torch.tensor([1, 2])])
     True
     >>> all_finite([torch.ones(2), torch.tensor(torch.inf)])
     False
     """
-    batches: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    tensors = []
     for value in values:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
-            batch: tuple[Any, ...] = (value.dtype, value.device)
-            if value.numel() > _SMALL:  # by itself
-                batch = (*batch, len(batches))
-            batches.setdefault(batch, []).append(value.reshape(-1))
-    answers: dict[torch.device, list[torch.Tensor]] = {}
-    for tensors in batches.values():
-        joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            tensors.append(value)
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for joined in _joined(tensors):
         joined = widened(joined)
         # x - x is NaN where x is not finite and else zero: two operations where isfinite takes five.
         has_nonfinite = (joined - joined).any()
-        answers.setdefault(joined.device, []).append(has_nonfinite)
-    for device_answers in answers.values():
-        if bool(device_answers[0] if len(device_answers) == 1 else torch.stack(device_answers).any()):
+        flags.setdefault(joined.device, []).append(has_nonfinite)
+    for device_flags in flags.values():
+        any_nonfinite = device_flags[0] if len(device_flags) == 1 else torch.stack(device_flags).any()
+        if any_nonfinite:
             return False
     return True
 
 
-def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> bool:
-    """Whether every value of floating point tensors is positive and finite; of none, True.
+def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Flat tensors with all the values: small tensors of one dtype and device concatenated, large ones as they are."""
+    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() > _SMALL:
+            yield tensor.reshape(-1)
+        elif tensor.numel() > 0:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+    for alike in small.values():
+        yield alike[0] if len(alike) == 1 else torch.cat(alike)
 
-    Small tensors are joined, so that hundreds of them take few launches. A large one is not copied.
+
+def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> bool:
+    """Whether every value of floating point tensors is positive and finite; True if there are no tensors.
+
+    Called by finalize with all scales of a calibration. Small tensors are joined, so that hundreds of them take few
+    launches. A large one is not copied.
 
     Args:
         tensors: of any shapes, dtypes and devices.
-        absolute: ask it of the absolute values.
+        absolute: look at absolute values.
 
     >>> all_positive([torch.ones(2), torch.tensor([0.5])])
     True
     >>> all_positive([torch.tensor([1.0, 0.0])])
     False
     """
-    small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    answers: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel() > _SMALL:
-            answers.setdefault(tensor.device, []).append(_is_positive(tensor, absolute))
-        elif tensor.numel() > 0:
-            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
-    for (_, device), of_one_dtype in small.items():
-        joined = of_one_dtype[0] if len(of_one_dtype) == 1 else torch.cat(of_one_dtype)
-        answers.setdefault(device, []).append(_is_positive(joined, absolute))
-    for device_answers in answers.values():
-        if not bool(device_answers[0] if len(device_answers) == 1 else torch.stack(device_answers).all()):
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for joined in _joined(tensors):
+        flags.setdefault(joined.device, []).append(_is_positive(joined, absolute))
+    for device_flags in flags.values():
+        all_of_device = device_flags[0] if len(device_flags) == 1 else torch.stack(device_flags).all()
+        if not all_of_device:
             return False
     return True
 
@@ -76,42 +82,59 @@ def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> boo
 def _is_positive(tensor: torch.Tensor, absolute: bool) -> torch.Tensor:
     """Whether every value is positive and finite, as a tensor on the device. NaN is neither."""
     values = widened(tensor)
-    low, high = torch.aminmax(values.abs() if absolute else values)  # both are NaN if any value is
+    if absolute:
+        values = values.abs()
+    low, high = torch.aminmax(values)  # both are NaN if any value is
     return (low > 0) & (high < torch.inf)
 
 
 def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
-    """For each floating point tensor, whether it is zero everywhere."""
+    """For each floating point tensor, whether it is zero everywhere.
+
+    Called before weights are searched, with the squares of their inputs: inputs that are all zero weigh no column.
+    """
     answers = [False] * len(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        indices = _indices_on(device, tensors)
+    for indices in _indices_by_device(tensors).values():
         magnitudes = torch._foreach_norm([tensors[index] for index in indices], torch.inf)
-        for index, magnitude in zip(indices, torch.stack(magnitudes).tolist(), strict=True):
-            answers[index] = magnitude == 0
+        numbers = torch.stack(magnitudes).tolist()
+        for index, number in zip(indices, numbers, strict=True):
+            answers[index] = number == 0
     return answers
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU, of any shapes and dtypes, in one transfer for each device, and one for each large tensor."""
+    """Copies on the CPU, of any shapes and dtypes, in one transfer for each device, and one for each large tensor.
+
+    Called by finalize and export for qparams, statistics and the rows of small weights, by the report and by the mixed
+    plan's measurements for their sums.
+    """
     copies = list(tensors)
-    for device in {tensor.device for tensor in tensors}:
-        indices = _indices_on(device, tensors)
-        if device.type == "cpu":
-            for index in indices:
-                copies[index] = tensors[index].detach().clone()
-            continue
+    for device, indices in _indices_by_device(tensors).items():
         small = []
         for index in indices:
-            if tensors[index].numel() > _SMALL:
-                copies[index] = tensors[index].detach().cpu()
+            tensor = tensors[index].detach()
+            if device.type == "cpu":
+                copies[index] = tensor.clone()
+            elif tensor.numel() > _SMALL:
+                copies[index] = tensor.cpu()
             else:
                 small.append(index)
-        as_bytes = [tensors[index].detach().contiguous().view(-1).view(torch.uint8) for index in small]
-        transferred = torch.cat(as_bytes).cpu() if as_bytes else torch.empty(0, dtype=torch.uint8)
-        pieces = transferred.split([len(piece) for piece in as_bytes])
-        for index, piece in zip(small, pieces, strict=True):
-            tensor = tensors[index]
-            copies[index] = piece.clone().view(tensor.dtype).view(tensor.shape)
+        transferred = _in_one_transfer([tensors[index].detach() for index in small])
+        for index, copy in zip(small, transferred, strict=True):
+            copies[index] = copy
+    return copies
+
+
+def _in_one_transfer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of one accelerator's tensors on the CPU: their bytes are concatenated there."""
+    if not tensors:
+        return []
+    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    transferred = torch.cat(as_bytes).cpu()
+    pieces = transferred.split([len(tensor_bytes) for tensor_bytes in as_bytes])
+    copies = []
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        copies.append(piece.clone().view(tensor.dtype).view(tensor.shape))
     return copies
 
 
@@ -120,5 +143,9 @@ def widened(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.float() if tensor.itemsize == 1 else tensor
 
 
-def _indices_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [index for index, tensor in enumerate(tensors) if tensor.device == device]
+def _indices_by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[int]]:
+    """The indices of each device's tensors."""
+    indices: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        indices.setdefault(tensor.device, []).append(index)
+    return indices

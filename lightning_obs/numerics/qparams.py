@@ -11,7 +11,7 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -27,7 +27,6 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.kernels import launch
 
 ATTENTION = ("q", "k", "v")
-_PRODUCTS: list[Any] = [each.matmul for each in (torch.backends.cuda, torch.backends.mkldnn) if hasattr(each, "matmul")]
 _OF_ACTIVATIONS = ("tensor", "token", "group", "tensor_group")
 #: base name -> strategies that it can have
 _STRATEGIES = {
@@ -45,6 +44,8 @@ def flatten_for_calibration(
     value: torch.Tensor, base_name: str, args: QuantizationArgs, g_idx: torch.Tensor | None = None
 ) -> torch.Tensor:
     """Reshape an observed tensor to ``(num_observations, *qparam_shape, group_size)``.
+
+    Called by an observer for each tensor that it gets, before its statistics are measured.
 
     ==============  ==============================  =====================================  =================
     base name       strategy                        result                                 qparam_shape
@@ -81,30 +82,46 @@ def flatten_for_calibration(
             expected=f"one of {', '.join(_STRATEGIES[base_name])}",
         )
     if base_name in ATTENTION:
-        what, dimensions = f"an attention state {base_name} has four dimensions", "(batch, heads, sequence, head_dim)"
-        tokens = _with_dimensions(value, what, dimensions).transpose(1, 2).flatten(0, 1)
-        of_tensor = strategy == QuantizationStrategy.TENSOR
-        return tokens.flatten(-2).unsqueeze(-2) if of_tensor else tokens.unsqueeze(-2).unsqueeze(-2)
+        return _flatten_attention_state(value, base_name, strategy)
     if base_name != "weight":
-        if strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
-            columns = value.shape[-1] if value.ndim else 1
-            return value.reshape(-1, 1, columns) if columns else value.reshape(0, 1, 0)
-        groups = _split_groups(value, args)
-        return groups.reshape(-1, *groups.shape[-2:])
+        return _flatten_activation(value, args)
     if strategy == QuantizationStrategy.TENSOR:
         return value.reshape(1, 1, -1)
-    _with_dimensions(value, f"a weight of strategy {strategy.value} is observed as a matrix", "(rows, columns)")
+    _check_dimensions(value, f"a weight of strategy {strategy.value} is observed as a matrix", "(rows, columns)")
     if strategy == QuantizationStrategy.CHANNEL:
         return value.unsqueeze(-2).unsqueeze(0)
     if strategy == QuantizationStrategy.BLOCK:
         return split_blocks(value, args).flatten(-2).unsqueeze(0)
     if g_idx is not None:
-        value = value.index_select(-1, torch.argsort(g_idx, stable=True))
+        columns = torch.argsort(g_idx, stable=True)
+        value = value.index_select(-1, columns)
     return _split_groups(value, args).unsqueeze(0)
 
 
+def _flatten_attention_state(value: torch.Tensor, base_name: str, strategy: QuantizationStrategy) -> torch.Tensor:
+    """The observations of a state ``(B, H, S, D)``: one for each token."""
+    dimensions = "(batch, heads, sequence, head_dim)"
+    _check_dimensions(value, f"an attention state {base_name} has four dimensions", dimensions)
+    tokens = value.transpose(1, 2).flatten(0, 1)
+    if strategy == QuantizationStrategy.TENSOR:
+        return tokens.flatten(-2).unsqueeze(-2)
+    return tokens.unsqueeze(-2).unsqueeze(-2)
+
+
+def _flatten_activation(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """The observations of an activation ``(..., C)``: one for each token."""
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
+        columns = value.shape[-1] if value.ndim else 1
+        return value.reshape(-1, 1, columns) if columns else value.reshape(0, 1, 0)
+    groups = _split_groups(value, args)
+    return groups.reshape(-1, *groups.shape[-2:])
+
+
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each."""
+    """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each.
+
+    Called by :func:`observed_range`, and by the searches for the ranges of their rows.
+    """
     if view.shape[:2].numel() == 1:
         low, high = torch.aminmax(view)  # at the speed of memory, by threads that torch keeps running
         return low.reshape(1, 1), high.reshape(1, 1)
@@ -115,21 +132,27 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``."""
-    low, high = extremes(observed.flatten(1, -2).transpose(0, 1).unsqueeze(0))
-    return low.reshape(observed.shape[1:-1]), high.reshape(observed.shape[1:-1])
+    """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``.
+
+    Called by the min-max observers and by range searches, for each observed tensor.
+    """
+    shape = observed.shape[1:-1]
+    rows = observed.flatten(1, -2).transpose(0, 1)
+    low, high = extremes(rows.unsqueeze(0))
+    return low.reshape(shape), high.reshape(shape)
 
 
 def rows_per_scale(args: QuantizationArgs) -> int | None:
-    """How many rows of a weight have a scale together; None: all of them.
+    """How many rows of a weight share a scale; None: all of them.
 
     >>> rows_per_scale(QuantizationArgs(strategy="block", block_structure=[4, 8]))
     4
     """
     if args.strategy == QuantizationStrategy.TENSOR:
         return None
-    structure = args.block_structure if args.strategy == QuantizationStrategy.BLOCK else None
-    return 1 if structure is None else int(structure[0])
+    if args.strategy == QuantizationStrategy.BLOCK and args.block_structure is not None:
+        return int(args.block_structure[0])
+    return 1
 
 
 def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
@@ -137,7 +160,9 @@ def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int,
     rows = rows_per_scale(args) or shape[0]
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
         return rows, shape[1]
-    return rows, int(args.block_structure[1] if args.block_structure else args.group_size or 1)
+    if args.block_structure:
+        return rows, int(args.block_structure[1])
+    return rows, int(args.group_size or 1)
 
 
 def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
@@ -148,13 +173,14 @@ def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
 
 
-def _with_dimensions(value: torch.Tensor, what: str, dimensions: str) -> torch.Tensor:
+def _check_dimensions(value: torch.Tensor, rule: str, dimensions: str) -> None:
+    """Raise an error that states the rule unless ``value`` has as many dimensions as ``dimensions`` names."""
     if value.ndim != dimensions.count(",") + 1:
-        raise CalibrationError(what, got=f"shape {tuple(value.shape)}", expected=dimensions)
-    return value
+        raise CalibrationError(rule, got=f"shape {tuple(value.shape)}", expected=dimensions)
 
 
 def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """``(..., C)`` to ``(..., C/g, g)``, a view."""
     assert args.group_size is not None  # QuantizationArgs validated it
     if value.shape[-1] % args.group_size:
         raise CalibrationError(
@@ -167,41 +193,59 @@ def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def tile_size(device: torch.device, on_cpu: int) -> int:
-    """How many elements an operation takes at once: few on a CPU, for its cache; elsewhere each launch has to pay."""
+    """How many elements an operation takes at once: ``on_cpu``, which fits its cache; on an accelerator 16 million.
+
+    Asked by everything that visits a tensor in tiles. On an accelerator each launch costs time, so tiles are large.
+    """
     return on_cpu if device.type == "cpu" else 1 << 24
 
 
 def no_upload(device: torch.device) -> AbstractContextManager[Any]:
-    """Where ``torch.tensor`` of a number, which compressed-tensors calls, does not make an accelerator's host wait."""
-    return nullcontext() if device.type == "cpu" or torch.compiler.is_compiling() else _Filled()
+    """A block in which ``torch.tensor`` of a number does not make an accelerator's host wait.
+
+    compressed-tensors makes such tensors; its functions for scales and zero points are called in this block.
+    """
+    if device.type == "cpu" or torch.compiler.is_compiling():
+        return nullcontext()
+    return _Filled()
 
 
 class _Filled(TorchFunctionMode):
-    """A tensor of a number is filled on its device: uploading it would wait for all work before."""
+    """``torch.tensor`` of a number fills a tensor on its device: an upload would wait for all work before it."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords = kwargs or {}
         if function is torch.tensor and isinstance(args[0], (int, float)):
-            return torch.full((), *args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            return torch.full((), *args, **keywords)
+        return function(*args, **keywords)
 
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """Products of float32 matrices in float32, for any ``torch.set_float32_matmul_precision``.
+    """A block in which products of float32 matrices are float32, for any ``torch.set_float32_matmul_precision``.
 
-    TF32 has ten bits, in which sums of ``x x^T`` may become singular.
+    Hessians are summed and searched, and weights rounded, in it. TF32 has ten bits, in which sums of ``x x^T`` may
+    become singular.
     """
-    settings: list[tuple[Any, str, Any]]
-    settings = [(each, "fp32_precision", "ieee") for each in _PRODUCTS if hasattr(each, "fp32_precision")]
-    settings = settings or [(torch.backends.cuda.matmul, "allow_tf32", False)]  # before torch 2.9
-    before = [getattr(each, name) for each, name, _ in settings]
-    for each, name, exact in settings:
-        setattr(each, name, exact)
+    with ExitStack() as stack:
+        for backend in (torch.backends.cuda, torch.backends.mkldnn):
+            matmul = getattr(backend, "matmul", None)
+            if hasattr(matmul, "fp32_precision"):
+                stack.enter_context(_attribute(matmul, "fp32_precision", "ieee"))
+            elif backend is torch.backends.cuda:  # before torch 2.9
+                stack.enter_context(_attribute(matmul, "allow_tf32", False))
+        yield
+
+
+@contextmanager
+def _attribute(settings: Any, name: str, value: Any) -> Iterator[None]:
+    """A block in which an attribute has a value."""
+    usual = getattr(settings, name)
+    setattr(settings, name, value)
     try:
         yield
     finally:
-        for (each, name, _), value in zip(settings, before, strict=True):
-            setattr(each, name, value)
+        setattr(settings, name, usual)
 
 
 class QParamsDict(TypedDict, total=False):
@@ -221,6 +265,8 @@ def compute_global_scale(
 ) -> torch.Tensor | None:
     """Global scale of a fused set: from the largest magnitude among all members' ranges.
 
+    Called by observers when qparams are computed.
+
     Args:
         ranges: (min, max) of every member of the group, any shapes.
         args: None is returned unless its strategy is tensor_group.
@@ -228,12 +274,17 @@ def compute_global_scale(
     if args.strategy != QuantizationStrategy.TENSOR_GROUP:
         return None
     magnitudes = [torch.maximum(-low.min(), high.max()) for low, high in ranges]
-    absmax = torch.stack(magnitudes).max().reshape(1)
+    absmax = torch.stack(magnitudes).max()
+    absmax = absmax.reshape(1)
     return generate_gparam(-absmax, absmax)
 
 
 def power_of_two(global_scale: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that is not larger."""
+    """The largest power of two that is not larger.
+
+    The Hessian observers and the observers with expanded ranges replace their global scale by it: group scales are then
+    rounded alike for any global scale.
+    """
     return torch.exp2(torch.log2(global_scale).floor())
 
 
@@ -245,6 +296,8 @@ def compute_qparams(
     signed: bool = False,
 ) -> QParamsDict:
     """Scale and zero point of a range.
+
+    Called by every observer's ``get_qparams``, once its range is decided.
 
     Args:
         min_vals: smallest values ``(*qparam_shape,)``; zero is included if it was outside.
@@ -268,19 +321,24 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
     """The scale of a symmetric integer format whose sign gives the lowest code to the end that is farther from zero.
 
     The lowest code ``-2 ** (bits - 1)`` has no counterpart, so a positive scale leaves the largest positive value half
-    a step beyond the last code. A negative scale turns the codes around. Of equal ends the scale is positive, and an
-    all-zero range gives the dtype's eps.
+    a step beyond the last code. A negative scale turns the codes around. Where both ends have one magnitude, the scale
+    is positive; an all-zero range gives the dtype's eps.
 
     >>> signed_scale(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 1.0]), QuantizationArgs(num_bits=4))
     tensor([-0.2500,  0.2500])
     """
-    below, above = -low.clamp(max=0), high.clamp(min=0)
-    scale = torch.where(above > below, -above, below) / 2 ** (args.num_bits - 1)
+    below = -low.clamp(max=0)
+    above = high.clamp(min=0)
+    farther = torch.where(above > below, -above, below)
+    scale = farther / 2 ** (args.num_bits - 1)
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
-    """Whether scales of a tensor may be negative: of weights in symmetric integer formats, stored as they are."""
+    """Whether scales of a tensor may be negative: for weights in symmetric integer formats with unrounded scales.
+
+    Asked by an observer's constructor, and where the scales of a checkpoint are checked.
+    """
     is_integer = args.type == QuantizationType.INT and args.symmetric and args.scale_dtype is None
     return base_name == "weight" and bool(is_integer)
 
@@ -288,18 +346,33 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
 def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
     """How a weight is rounded once it has scales: options of ``round_by_hessian``; None: to nearest.
 
-    Every observer asks this when it is made, so that a wrong option is refused before there are data.
+    Called by every observer's constructor, so that a wrong option is refused before data.
+
+    Raises:
+        CalibrationError: another name than ``gptq``, an unknown option, or a value of the wrong kind.
 
     >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
     {'act_order': True, 'damping': 0.01}
     """
-    given = args.observer_kwargs.get(ROUNDING)
-    if given is None:
+    option = args.observer_kwargs.get(ROUNDING)
+    if option is None:
         return None
-    options = {"name": given} if isinstance(given, str) else given
-    known = {"name": "gptq", "act_order": True, "damping": 0.01}
-    found = {**known, **options} if isinstance(options, Mapping) else {}
-    order, damping = found.pop("act_order", None), found.pop("damping", None)
-    if found != {"name": "gptq"} or not isinstance(order, bool) or not isinstance(damping, (int, float)) or damping < 0:
-        raise CalibrationError("rounding", got=repr(given), expected=f"None, 'gptq' or {known}")
-    return {"act_order": order, "damping": damping}
+    defaults = {"name": "gptq", "act_order": True, "damping": 0.01}
+    options: dict[str, Any] = {}
+    if isinstance(option, str):
+        options = {**defaults, "name": option}
+    elif isinstance(option, Mapping):
+        options = {**defaults, **option}
+    if not _are_rounding_options(options):
+        raise CalibrationError("rounding", got=repr(option), expected=f"None, 'gptq' or {defaults}")
+    return {"act_order": options["act_order"], "damping": options["damping"]}
+
+
+def _are_rounding_options(options: Mapping[str, Any]) -> bool:
+    """Whether the options have the names and kinds that GPTQ takes."""
+    if set(options) != {"name", "act_order", "damping"} or options["name"] != "gptq":
+        return False
+    if not isinstance(options["act_order"], bool):
+        return False
+    damping = options["damping"]
+    return isinstance(damping, (int, float)) and not damping < 0

@@ -14,18 +14,23 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration, tile_size
 
-#: names of the sums: values, of squares, of squared errors, of value times error, rows (and their SQNR in dB), clipped
+#: names of the sums: number of values, squares, squared errors, value times error, number of rows, their SQNR in dB,
+#: number of clipped values
 SUMS = ("values", "signal", "noise", "cross", "rows", "decibels", "clipped")
 #: codes of up to 8 bits
 CODES = 256
-_TILE = 1 << 17  # values at once on a CPU: 512 KiB in float32
+# Values that a CPU visits at once: 512 KiB in float32.
+_TILE = 1 << 17
 
 
 class ErrorSums(NamedTuple):
-    """``sums`` is ``(7,)`` in float64, in the order of :data:`SUMS`; ``low`` and ``high`` are the extremes; ``codes``
-    ``(256,)`` in int64, how often each number of the format was used, all 0 where that is not known.
+    """The sums and extremes of one tensor's error, on the tensor's device: nothing is read by the host.
 
-    All are on the tensor's device: nothing is read by the host.
+    Attributes:
+        sums: ``(7,)`` in float64, in the order of :data:`SUMS`.
+        low: smallest value of the tensor, a scalar.
+        high: largest value of the tensor, a scalar.
+        codes: how often each number of the format was used, ``(256,)`` in int64; all 0 where that is not known.
     """
 
     sums: torch.Tensor
@@ -46,80 +51,135 @@ def grid_error(
 ) -> ErrorSums:
     """The error of a tensor rounded to its grid.
 
+    Called by the report's layer errors (``report/layer_errors.py``) for each weight, and for the inputs of each call.
+
     Args:
         value: as :func:`~lightning_obs.numerics.qparams.flatten_for_calibration` takes it.
         scale: one per ``qparam_shape``; a global scale divided out.
         zero_point: of the same shape; None if symmetric.
         args: number format and strategy.
         base_name: weight, input or output.
-        by_token: the ratio of signal to noise is taken of each token; off: of the whole tensor.
+        by_token: the ratio of signal to noise is computed for each token; off: for the whole tensor.
         rounded: the numbers of the format, in the shape of ``value``; None: the nearest ones.
     """
-    one = scale.numel() == 1
-    given = [value.detach(), *([] if rounded is None else [rounded.float()])]
-    shaped = [x if one else flatten_for_calibration(x, base_name, args) for x in given]
-    flat, *levels = (x.reshape(-1, x.shape[-1]) for x in shaped)
-    lead = (1,) if one else shaped[0].shape[:-1]
-    scale = scale.reshape(1, *lead[1:]).expand(lead).reshape(-1, 1)
-    zero_point = None if zero_point is None else zero_point.reshape(1, *lead[1:]).expand(lead).reshape(-1, 1)
-    parts = []
+    is_one_scale = scale.numel() == 1
+    view = value.detach()
+    levels = None if rounded is None else rounded.float()
+    if is_one_scale:
+        scale = scale.reshape(1, 1)
+        zero_point = None if zero_point is None else zero_point.reshape(1, 1)
+    else:
+        view = flatten_for_calibration(view, base_name, args)
+        levels = None if levels is None else flatten_for_calibration(levels, base_name, args)
+        scale = _for_each_row(scale, view)
+        zero_point = None if zero_point is None else _for_each_row(zero_point, view)
+    flat = _as_matrix(view)
+    levels = None if levels is None else _as_matrix(levels)
+    sums = []
+    code_counts = []
     height = max(1, tile_size(flat.device, _TILE) // max(1, flat.shape[1]))
     for start in range(0, len(flat), height):
         rows = slice(start, start + height)
-        own, x = slice(None) if one else rows, flat[rows].float()
-        shift = None if zero_point is None else zero_point[own]
-        error, clipped, codes = _rounded(x, scale[own].float(), shift, args, levels[0][rows] if levels else None)
-        parts.append((_row_sums(x, error, clipped, by_token), _how_often(codes, x.device)))
-    sums, used = (torch.stack(each).sum(0) for each in zip(*parts, strict=True))
-    whole = ErrorSums(sums, *torch.aminmax(flat), used)
-    return whole if by_token else _with_one_row(whole)
+        scale_rows = slice(None) if is_one_scale else rows
+        tile = flat[rows].float()
+        tile_scale = scale[scale_rows].float()
+        tile_zero_point = None if zero_point is None else zero_point[scale_rows]
+        tile_levels = None if levels is None else levels[rows]
+        error, clipped, codes = _rounded(tile, tile_scale, tile_zero_point, args, tile_levels)
+        sums.append(_row_sums(tile, error, clipped, by_token))
+        code_counts.append(_count_codes(codes, tile.device))
+    low, high = torch.aminmax(flat)
+    all_sums = torch.stack(sums).sum(0)
+    all_code_counts = torch.stack(code_counts).sum(0)
+    total = ErrorSums(all_sums, low, high, all_code_counts)
+    return total if by_token else _with_one_row(total)
+
+
+def _as_matrix(view: torch.Tensor) -> torch.Tensor:
+    """``(..., G)`` as ``(rows, G)``."""
+    return view.reshape(-1, view.shape[-1])
+
+
+def _for_each_row(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """A parameter of ``(N, *Q, G)`` for each of its rows of G values, ``(N * Q, 1)``."""
+    observations_and_scales = view.shape[:-1]
+    by_scale = parameter.reshape(1, *observations_and_scales[1:])
+    return by_scale.expand(observations_and_scales).reshape(-1, 1)
 
 
 def counted_error(
     values: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None,
     args: QuantizationArgs,
 ) -> ErrorSums:  # fmt: skip
-    """The error of values that were counted, ``(B,)`` each, rounded to the grid of one scale."""
-    shift = None if zero_point is None else zero_point.reshape(1, 1)
-    error, clipped, codes = _rounded(values.float()[None], scale.float().reshape(1, 1), shift, args)
-    x, e, weights = values.double(), error[0].double(), counts.double()
-    products = torch.stack([torch.ones_like(x), x * x, e * e, x * e, clipped[0].double()]) @ weights
-    zero = products.new_zeros(1)
-    sums = torch.cat([products[:4], zero, zero, products[4:]])
-    used = _how_often(None, values.device)
+    """The error of values that were counted, ``(B,)`` each, rounded to the grid of one scale.
+
+    Called by the report's layer errors for inputs whose observer keeps a histogram.
+    """
+    scale = scale.float().reshape(1, 1)
+    zero_point = None if zero_point is None else zero_point.reshape(1, 1)
+    error, clipped, codes = _rounded(values.float()[None], scale, zero_point, args)
+    wide_values = values.double()
+    wide_error = error[0].double()
+    signal = wide_values * wide_values
+    noise = wide_error * wide_error
+    cross = wide_values * wide_error
+    ones = torch.ones_like(wide_values)
+    terms = torch.stack([ones, signal, noise, cross, clipped[0].double()])
+    products = terms @ counts.double()
+    zeros = products.new_zeros(2)  # rows and decibels
+    sums = torch.cat([products[:4], zeros, products[4:]])
+    code_counts = _count_codes(None, values.device)
     if codes is not None:
-        used.index_add_(0, codes[0], counts)
-    return _with_one_row(ErrorSums(sums, *torch.aminmax(values), used))
+        code_counts.index_add_(0, codes[0], counts)
+    low, high = torch.aminmax(values)
+    return _with_one_row(ErrorSums(sums, low, high, code_counts))
 
 
 def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSums:
-    """The error of a layer's output ``(..., C)``, token by token."""
-    x, q = (t.detach().reshape(-1, t.shape[-1]).float() for t in (original, quantized))
-    sums = _row_sums(x, q - x, x.new_zeros(1), by_token=True)  # there is no grid to be outside of
-    return ErrorSums(sums, *torch.aminmax(x), _how_often(None, x.device))
+    """The error of a layer's output ``(..., C)``, token by token.
+
+    Called by the report's layer errors in each call of a layer, with its output under quantization and without.
+    """
+    expected = _as_matrix(original.detach()).float()
+    error = _as_matrix(quantized.detach()).float() - expected
+    clipped = expected.new_zeros(1)  # there is no grid to be outside of
+    sums = _row_sums(expected, error, clipped, by_token=True)
+    low, high = torch.aminmax(expected)
+    return ErrorSums(sums, low, high, _count_codes(None, expected.device))
 
 
 def only_range(value: torch.Tensor) -> ErrorSums:
-    """The range of a tensor whose grid is not known beforehand."""
+    """The range of a tensor whose grid is not known beforehand: called by the report for inputs with dynamic scales."""
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
-    return ErrorSums(sums, *torch.aminmax(value.detach()), _how_often(None, value.device))
+    low, high = torch.aminmax(value.detach())
+    return ErrorSums(sums, low, high, _count_codes(None, value.device))
 
 
 def _rounded(
-    x: torch.Tensor,
+    values: torch.Tensor,
     scale: torch.Tensor,
     zero_point: torch.Tensor | None,
     args: QuantizationArgs,
     levels: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Error, whether clipped, and code of each value; no codes above 8 bits."""
+    """Error, whether clipped, and code of each value, ``(r, G)`` each; None for codes above 8 bits.
+
+    Args:
+        values: ``(r, G)`` in float32.
+        scale: ``(r, 1)`` or ``(1, 1)`` in float32.
+        zero_point: of the same shape; None if symmetric.
+        args: the number format.
+        levels: the numbers to which values are rounded, ``(r, G)``; None: the nearest ones.
+    """
     grid = NumberGrid.of(args)
-    steps = x / scale
+    steps = values / scale
     if zero_point is not None:
         steps += zero_point
     slack = 0.5 * grid.last_step * (1 + 1e-3)  # rounding alone would not move a value that far
-    clipped = (steps < grid.low - slack).logical_or_(steps > grid.high + slack)
-    levels = grid.round(steps) if levels is None else levels
+    is_below = steps < grid.low - slack
+    clipped = is_below.logical_or_(steps > grid.high + slack)
+    if levels is None:
+        levels = grid.round(steps)
     codes = None
     if grid.number is not None and grid.number.codes is not None:
         codes = levels.to(grid.number.codes).view(torch.uint8).int()
@@ -128,41 +188,60 @@ def _rounded(
     return (levels - steps).mul_(scale), clipped, codes
 
 
-def _how_often(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+def _count_codes(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """How often each code occurs, ``(256,)`` in int64; zeros for None."""
     if codes is not None and device.type == "cpu":
         return torch.bincount(codes.flatten(), minlength=CODES)
-    used = torch.zeros(CODES, dtype=torch.int64, device=device)
-    # An accelerator's host would wait for bincount.
-    return used if codes is None else used.index_add_(0, codes.flatten(), used.new_ones(()).expand(codes.numel()))
+    counts = torch.zeros(CODES, dtype=torch.int64, device=device)
+    if codes is not None:  # an accelerator's host would wait for bincount
+        ones = counts.new_ones(()).expand(codes.numel())
+        counts.index_add_(0, codes.flatten(), ones)
+    return counts
 
 
-def _row_sums(x: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, by_token: bool) -> torch.Tensor:
-    pairs = ((x, x), (error, error), (x, error))
+def _row_sums(values: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, by_token: bool) -> torch.Tensor:
+    """:data:`SUMS` over the rows of a tile ``(r, G)``, ``(7,)`` in float64.
+
+    With ``by_token`` each row is a token, whose SQNR counts; else rows and decibels are 0, and
+    :func:`_with_one_row` writes those of the whole tensor.
+    """
+    products = _products_by_row if by_token else _products
+    signal = products(values, values)
+    noise = products(error, error)
+    cross = products(values, error)
+    zero = signal.new_zeros(())
+    number_of_rows = zero
+    decibels = zero
     if by_token:
-        signal, noise, cross = ((a * b).sum(1).double() for a, b in pairs)
-    else:
-        signal, noise, cross = (torch.dot(a.reshape(-1), b.reshape(-1)).double() for a, b in pairs)
-    none = signal.new_zeros(())
-    return torch.stack(
-        [
-            none + x.numel(),
-            signal.sum(),
-            noise.sum(),
-            cross.sum(),
-            none + (len(x) if by_token else 0),
-            _decibels(signal, noise).sum() if by_token else none,
-            clipped.sum().double(),
-        ]
-    )
+        number_of_rows = zero + len(values)
+        decibels = _decibels(signal, noise).sum()
+    number_of_values = zero + values.numel()
+    sums = [number_of_values, signal.sum(), noise.sum(), cross.sum(), number_of_rows, decibels, clipped.sum().double()]
+    return torch.stack(sums)
+
+
+def _products_by_row(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """For each row of ``(r, G)``, the sum of products, ``(r,)`` in float64."""
+    return (first * second).sum(1).double()
+
+
+def _products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The sum of products over all values, a scalar in float64."""
+    return torch.dot(first.reshape(-1), second.reshape(-1)).double()
 
 
 def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    # Both in float32's smallest step, as torchmetrics' SignalNoiseRatio: no noise at all is a finite number.
+    """The ratio of signal to noise in dB, of any shape."""
+    # As in torchmetrics' SignalNoiseRatio, float32's eps is added to both: without noise, the result is finite.
     eps = torch.finfo(torch.float32).eps
     return 10 * torch.log10((signal + eps) / (noise + eps))
 
 
-def _with_one_row(whole: ErrorSums) -> ErrorSums:
-    sums = whole.sums.clone()
-    sums[4], sums[5] = 1, _decibels(sums[1], sums[2])
-    return whole._replace(sums=sums)
+def _with_one_row(total: ErrorSums) -> ErrorSums:
+    """The whole tensor counted as one row, with its SQNR."""
+    sums = total.sums.clone()
+    signal = sums[SUMS.index("signal")]
+    noise = sums[SUMS.index("noise")]
+    sums[SUMS.index("rows")] = 1
+    sums[SUMS.index("decibels")] = _decibels(signal, noise)
+    return total._replace(sums=sums)

@@ -1,18 +1,19 @@
 """Round a weight so that its module's output changes least, with scales that are fixed before.
 
-Method. GPTQ: the columns are rounded one after the other, each to the nearest level, and the columns that follow take
-up the error, ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, U the upper Cholesky factor of the inverse Hessian. Columns
-whose inputs are largest come first (``act_order``), when most columns are left to take up an error. Since scales belong
-to columns as they are stored, that order leaves no trace in a checkpoint.
+Method. GPTQ: the columns are rounded one after the other, each to the nearest level, and the columns that follow
+compensate for its error, ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, U the upper Cholesky factor of the inverse
+Hessian. Columns whose inputs are largest come first (``act_order``), when most columns are left to compensate. Since
+scales belong to columns as they are stored, that order leaves no trace in a checkpoint.
 
-Where the moments of the gradients at the module's outputs are known, too, rows are rounded one block after the other,
-and the rows that follow take up its errors in the same way: rows whose outputs act on the predictions alike compensate
-each other.
+Where the moments of the gradients at the module's outputs are known, too, rows are rounded block by block, and the rows
+that follow compensate for a block's errors in the same way: rows whose outputs act alike on the predictions.
 
-The error travels inside a panel of columns first, and to all later columns in one matrix product per panel.
+An error is passed to the columns of its own panel at once, and to all later columns in one matrix product per panel.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -23,9 +24,11 @@ from lightning_obs.numerics.fake_quantize import elementwise
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import QParamsDict, exact_products
 
+# Columns of a panel.
 _PANEL = 128
-# Rows of a block, and most blocks of a weight: each takes as many steps as there are columns.
-_ROWS, _BLOCKS = 64, 32
+# Fewest rows of a block, and most blocks of a weight: each block takes as many steps as there are columns.
+_ROWS = 64
+_BLOCKS = 32
 # Damping of the gradients' moments: they come from one random probe of each prediction.
 _OUTPUT_DAMPING = 0.5
 
@@ -44,7 +47,8 @@ def round_by_hessian(
 ) -> torch.Tensor:
     """Levels of the grid for ``weight`` whose errors D change the module's output, or the predictions, little.
 
-    ``trace(D @ hessian @ D.T)`` is kept small, with ``outputs`` ``trace(outputs @ D @ hessian @ D.T)``.
+    ``trace(D @ hessian @ D.T)`` is kept small, with ``outputs`` ``trace(outputs @ D @ hessian @ D.T)``. Called by
+    ``calibration/weight_rounding.py`` for each weight whose scheme asks for rounding, once its scales are decided.
 
     Args:
         weight: ``(R, C)``.
@@ -73,36 +77,77 @@ def round_by_hessian(
     >>> round_by_hessian(weight, {"scale": torch.tensor([[1.0]])}, args, inputs.T @ inputs)
     tensor([[0, 1]], dtype=torch.int8)
     """
-    diagonal = hessian.diagonal()
-    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else torch.arange(len(diagonal))
-    order = order.to(weight.device)
-    factor = inverse_factor(hessian.to(weight.device)[order[:, None], order], damping)
-    grid, zero_point, global_scale = NumberGrid.of(args), qparams.get("zero_point"), qparams.get("global_scale")
-    scale = qparams["scale"].float() if global_scale is None else qparams["scale"].float() / global_scale
-    left = weight.T.index_select(0, order).float()
-    step, zero = elementwise(scale, weight, args).T.index_select(0, order), torch.zeros_like(left)
-    if zero_point is not None:
-        zero = elementwise(zero_point.float(), weight, args).T.index_select(0, order)
-    rows, height, across = None, len(weight), None
+    columns = torch.arange(len(hessian))
+    if act_order:
+        columns = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    columns = columns.to(weight.device)
+    # Passed on without a name, so that inverse_factor can free the reordered copies.
+    factor = inverse_factor(hessian.to(weight.device)[columns[:, None], columns], damping)
+    rows = None
+    output_factor = None
     if outputs is not None:
         outputs = outputs.to(weight.device)
-        rows, height = outputs.diagonal().argsort(descending=True, stable=True), max(_ROWS, -(-len(weight) // _BLOCKS))
-        across = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING)
-        left, step, zero = (each.index_select(1, rows) for each in (left, step, zero))
+        rows = outputs.diagonal().argsort(descending=True, stable=True)
+        output_factor = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING)
+    grid = NumberGrid.of(args)
+    zero_point = qparams.get("zero_point")
+    global_scale = qparams.get("global_scale")
+    scale = qparams["scale"].float()
+    if global_scale is not None:
+        scale = scale / global_scale
+    left = _reordered(weight, columns, rows).float()
+    step = _reordered(elementwise(scale, weight, args), columns, rows)
+    if zero_point is None:
+        zero = torch.zeros_like(left)
+    else:
+        zero = _reordered(elementwise(zero_point.float(), weight, args), columns, rows)
     levels = torch.empty_like(left)
-    for start in range(0, len(weight), height):
-        own, later = slice(start, start + height), slice(start + height, None)
-        of_rows = step[:, own].contiguous(), zero[:, own].contiguous()
-        _round_rows(left[:, own].contiguous(), *of_rows, factor, grid, levels[:, own])
-        if across is not None and start + height < len(weight):
-            error = left[:, own] - (levels[:, own] - zero[:, own]) * step[:, own]
-            taken = torch.linalg.solve_triangular(across[own, own], across[own, later], upper=True)
-            left[:, later].addmm_(error, taken, alpha=-1)
+    if output_factor is None:
+        _round_rows(left, step, zero, factor, grid, levels)
+    else:
+        _round_blocks(left, step, zero, factor, output_factor, grid, levels)
     codes = torch.int8 if grid.number is None else grid.number.codes
-    placed = torch.empty_like(levels).index_copy_(0, order, levels)
+    placed = torch.empty_like(levels).index_copy_(0, columns, levels)
     if rows is not None:
         placed = torch.empty_like(levels).index_copy_(1, rows, placed)
     return placed.T.to(codes).contiguous()
+
+
+def _reordered(matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """A copy of ``(R, C)`` as ``(C, R)``, columns and rows in the order in which they are rounded."""
+    reordered = matrix.T.index_select(0, columns)
+    return reordered if rows is None else reordered.index_select(1, rows)
+
+
+def _round_blocks(
+    left: torch.Tensor,
+    step: torch.Tensor,
+    zero: torch.Tensor,
+    factor: torch.Tensor,
+    output_factor: torch.Tensor,
+    grid: NumberGrid,
+    levels: torch.Tensor,
+) -> None:
+    """Write the levels of all rows, block by block; later rows compensate for a block's errors.
+
+    ``factor`` is ``(C, C)`` and ``output_factor`` ``(R, R)``; all others are ``(C, R)``. ``left`` is written over.
+    """
+    number_of_rows = left.shape[1]
+    height = max(_ROWS, math.ceil(number_of_rows / _BLOCKS))
+    for start in range(0, number_of_rows, height):
+        block = slice(start, start + height)
+        later = slice(start + height, None)
+        block_left = left[:, block].contiguous()
+        block_step = step[:, block].contiguous()
+        block_zero = zero[:, block].contiguous()
+        _round_rows(block_left, block_step, block_zero, factor, grid, levels[:, block])
+        if start + height < number_of_rows:
+            rounded = (levels[:, block] - zero[:, block]) * step[:, block]
+            error = left[:, block] - rounded
+            corrections = torch.linalg.solve_triangular(
+                output_factor[block, block], output_factor[block, later], upper=True
+            )
+            left[:, later].addmm_(error, corrections, alpha=-1)
 
 
 def _round_rows(
@@ -116,19 +161,26 @@ def _round_rows(
     """Write the levels of some rows, panel by panel. All but the factor are ``(C, r)``; ``left`` is written over."""
     round_panel = on_gpu.round_panel if on_gpu.can_run(left) else on_gpu.round_panel_plainly
     for start in range(0, len(left), _PANEL):
-        part = slice(start, min(start + _PANEL, len(left)))
-        levels[part], errors = round_panel(left[part], step[part], zero[part], factor[part, part], grid)
-        left[part.stop :].addmm_(factor[part, part.stop :].T, errors, alpha=-1)
+        panel = slice(start, min(start + _PANEL, len(left)))
+        later = slice(panel.stop, None)
+        panel_factor = factor[panel, panel]
+        panel_levels, errors = round_panel(left[panel], step[panel], zero[panel], panel_factor, grid)
+        levels[panel] = panel_levels
+        left[later].addmm_(factor[panel, later].T, errors, alpha=-1)
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian, in float32; one matrix in float64 on the way."""
+    """The upper Cholesky factor of the inverse of a damped Hessian, in float32.
+
+    It needs one matrix in float64.
+    """
     damped = torch.empty_like(hessian, dtype=torch.float64).mT.copy_(hessian)
     del hessian  # the caller's may be a temporary
     diagonal = damped.diagonal()
     mean = diagonal.mean()
-    # no input: apart from all others
-    diagonal.copy_(torch.where(diagonal == 0, torch.where(mean > 0, mean, 1.0), diagonal))
+    # A column that no input reached gets the mean, or 1: it is independent of all others.
+    for_unreached = torch.where(mean > 0, mean, 1.0)
+    diagonal.copy_(torch.where(diagonal == 0, for_unreached, diagonal))
     diagonal += damping * mean
     failed = torch.empty(2, dtype=torch.int32, device=damped.device)
     torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))

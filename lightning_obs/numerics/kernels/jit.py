@@ -1,4 +1,4 @@
-"""How loops are compiled, and how they read a value."""
+"""Compile loops with numba, and read the bit patterns that they get as values."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
-    """Compile with numba when it is first called; keep the result on disk where that is possible.
+    """A decorator that compiles a function with numba at its first call and keeps the result on disk if it can.
+
+    All loops of ``kernels/loops.py`` and ``search/`` carry it.
 
     Args:
         *fastmath: LLVM's flags for floats.
-        inline: compile it into its callers: a call that passes tuples costs some 100 ns.
+        inline: compile the function into its callers: a call that passes tuples costs some 100 ns.
     """
 
     def compiled(function: Function) -> Function:
@@ -33,13 +35,21 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
 
 
 def value_of(bits: Any) -> Any:
-    """The float32 of a bit pattern, by its type: uint32, uint16 (bfloat16) or int16 (float16)."""
+    """The float32 of a bit pattern, by its type: uint32, uint16 (bfloat16) or int16 (float16).
+
+    Only compiled loops can call it: numba takes the function that :func:`_value_of` names.
+    """
     raise NotImplementedError
 
 
 @overload(value_of)  # type: ignore[untyped-decorator]
 def _value_of(bits: Any) -> Any:
-    return {types.uint32: _of_float32, types.uint16: _of_bfloat16}.get(bits, _of_float16)
+    """The function that numba compiles for :func:`value_of` of an argument with the type ``bits``."""
+    if bits == types.uint32:
+        return _of_float32
+    if bits == types.uint16:
+        return _of_bfloat16
+    return _of_float16
 
 
 def _of_float32(bits: Any) -> Any:
@@ -51,9 +61,13 @@ def _of_bfloat16(bits: Any) -> Any:
 
 
 def _of_float16(bits: Any) -> Any:
-    # Exponents are 112 less than float32's; infinity and NaN have to stay so.
-    sign = np.uint32(np.uint32(np.uint16(bits) & np.uint16(0x8000)) << np.uint32(16))
-    size = np.uint32(np.uint16(bits) & np.uint16(0x7FFF))
-    special = np.uint32(0x7F800000) if size >= np.uint32(0x7C00) else np.uint32(0)
-    scaled = np.float32(np.uint32(size << np.uint32(13)).view(np.float32) * np.float32(2.0**112))
-    return np.uint32(np.uint32(scaled.view(np.uint32) | sign) | special).view(np.float32)
+    # Its exponents are less by 112 than those of float32. Infinity and NaN get the largest exponent of float32.
+    pattern = np.uint16(bits)
+    sign_bit = np.uint32(pattern & np.uint16(0x8000))
+    sign = np.uint32(sign_bit << np.uint32(16))
+    magnitude = np.uint32(pattern & np.uint16(0x7FFF))
+    special = np.uint32(0x7F800000) if magnitude >= np.uint32(0x7C00) else np.uint32(0)
+    unscaled = np.uint32(magnitude << np.uint32(13)).view(np.float32)
+    scaled = np.float32(unscaled * np.float32(2.0**112))
+    signed = np.uint32(scaled.view(np.uint32) | sign)
+    return np.uint32(signed | special).view(np.float32)

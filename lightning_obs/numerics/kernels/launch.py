@@ -1,8 +1,8 @@
 """Extremes, counts and sums of squares in one pass, and how a compiled loop is called: memory, compilation, threads.
 
 numba, of the extra ``fast``, is imported when the first loop is needed; without numba, callers run torch's operations
-instead, and searches that take long propose it once (:class:`SlowSteps`). A loop gets flat
-memory as integers and finds values by strides, so nothing is copied or widened before. Loops release Python's lock, so
+instead, and long searches propose once to install it (:class:`SlowSteps`). A loop gets a tensor's memory as flat
+integers, with its strides, so nothing is copied or widened before. Loops release Python's lock, so
 work is split over as many Python threads as torch uses; the order of every sum is independent of their number. No
 thread outlives a call, so a process may fork at any time.
 
@@ -37,7 +37,7 @@ _compiling = threading.Lock()
 
 
 def can_read(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor: they know its memory, and numba can be imported."""
+    """Whether the loops can run on this tensor: they can read its memory, and numba can be imported."""
     return knows(value) and numba_fault() is None
 
 
@@ -57,10 +57,12 @@ def numba_fault() -> str | None:
 
 
 class SlowSteps:
-    """Counts the steps of loops that torch's operations made because numba is not there, and proposes numba once.
+    """Counts the steps that torch's operations make because numba is not installed, and proposes numba once.
+
+    The range search on a CPU (``search/cpu.py``) holds one for the process.
 
     Args:
-        limit: so many steps are not worth a word.
+        limit: the number of steps up to which nothing is said.
     """
 
     def __init__(self, limit: int) -> None:
@@ -79,20 +81,30 @@ class SlowSteps:
 
 
 def memory(value: torch.Tensor) -> Any:
-    """The memory of a tensor from its first element to its last, as flat bit patterns; it keeps the tensor alive.
+    """The memory of a tensor from its first element to its last, as flat bit patterns for a loop.
 
-    After ``Tensor.numpy()`` the storage could not be freed early, as FSDP1 does with gathered weights.
+    The array keeps the tensor alive. ``Tensor.numpy()`` is not used: FSDP1 could not free the storage of a gathered
+    weight after it.
     """
     import numpy
 
-    span = 1 + sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    where = {"data": (value.data_ptr(), False), "shape": (span,), "typestr": _PATTERNS[value.dtype], "version": 3}
-    return numpy.asarray(SimpleNamespace(__array_interface__=where, tensor=value.detach()))
+    span = 1
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        span += (size - 1) * stride
+    interface = {
+        "data": (value.data_ptr(), False),
+        "shape": (span,),
+        "typestr": _PATTERNS[value.dtype],
+        "version": 3,
+    }
+    return numpy.asarray(SimpleNamespace(__array_interface__=interface, tensor=value.detach()))
 
 
 def run(loop: Any, *arguments: Any) -> Any:
-    """Call a loop; a terminal shows that it is being compiled, or read from the cache."""
-    kind = loop, getattr(arguments[0], "bits", arguments[0]).dtype
+    """Call a loop; the first time for a dtype, a terminal shows that it is being compiled, or read from the cache."""
+    source = arguments[0]
+    memory_read = getattr(source, "bits", source)
+    kind = (loop, memory_read.dtype)
     if kind in _ready:
         return loop(*arguments)
     with _compiling:
@@ -105,17 +117,21 @@ def run(loop: Any, *arguments: Any) -> Any:
     return result
 
 
-def in_threads(work: Callable[..., object], *parts: Collection[Any], steps: int = _WORTH) -> None:
-    """Map ``work``, which does not hold Python's lock, over ``parts``, in as many threads as torch uses.
+def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: int = _WORTH) -> None:
+    """Map ``work`` over ``arguments``, as ``map`` does, in as many threads as torch uses.
 
-    ``steps`` are those of the loops, in all; few are done in this thread.
+    Args:
+        work: calls a loop, which releases Python's lock.
+        *arguments: collections of one length, one for each argument of ``work``.
+        steps: of all the loops together; few steps run in this thread.
     """
-    threads = 1 if steps < _WORTH else min(torch.get_num_threads(), len(parts[0]))
+    threads = 1 if steps < _WORTH else min(torch.get_num_threads(), len(arguments[0]))
     if threads <= 1:
-        list(map(work, *parts))
+        for of_one_call in zip(*arguments, strict=True):
+            work(*of_one_call)
         return
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(work, *parts))
+        list(pool.map(work, *arguments))  # the list raises what a call raised
 
 
 # ---------------------------------------------------------------------- results of the loops
@@ -126,40 +142,54 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from lightning_obs.numerics.kernels import loops
 
     axis = 0 if view.shape[0] >= view.shape[2] else 2
-    parts = view.chunk(1 if view.numel() <= _PART else torch.get_num_threads(), axis)
-    ends = [torch.empty(2, *part.shape[:2], dtype=view.dtype) for part in parts]
+    chunks = view.chunk(_number_of_chunks(view), axis)
+    ends = [torch.empty(2, *chunk.shape[:2], dtype=view.dtype) for chunk in chunks]
     signed = torch.int32 if view.itemsize == 4 else torch.int16
     infinity = torch.tensor(torch.inf, dtype=view.dtype).view(signed).item()
 
-    def work(part: torch.Tensor, end: torch.Tensor) -> None:
-        found = end.view(signed).numpy()
-        run(loops.extremes, memory(part).view(found.dtype), infinity, part.stride(), tuple(part.shape), found)
+    def work(chunk: torch.Tensor, chunk_ends: torch.Tensor) -> None:
+        ends_bits = chunk_ends.view(signed).numpy()
+        bits = memory(chunk).view(ends_bits.dtype)
+        run(loops.extremes, bits, infinity, chunk.stride(), tuple(chunk.shape), ends_bits)
 
-    in_threads(work, parts, ends)
-    low, high = torch.cat(ends, 1) if axis == 0 else torch.stack(ends, 1)
-    return (low, high) if axis == 0 else (low.amin(0), high.amax(0))
+    in_threads(work, chunks, ends)
+    if axis == 0:
+        low, high = torch.cat(ends, 1)
+        return low, high
+    lows, highs = torch.stack(ends, 1)
+    return lows.amin(0), highs.amax(0)
+
+
+def _number_of_chunks(value: torch.Tensor) -> int:
+    """Into how many parts a tensor is split for threads."""
+    return 1 if value.numel() <= _PART else torch.get_num_threads()
 
 
 def count_values(values: torch.Tensor) -> torch.Tensor:
     """How often each bfloat16 pattern occurs in flat ``values``, rounded to it: ``(65536,)`` in int64."""
     from lightning_obs.numerics.kernels import loops
 
-    parts = values.contiguous().chunk(1 if len(values) <= _PART else torch.get_num_threads())
-    counts = torch.zeros(len(parts), 1 << 16, dtype=torch.int64)
+    chunks = values.contiguous().chunk(_number_of_chunks(values))
+    counts = torch.zeros(len(chunks), 1 << 16, dtype=torch.int64)
     loop = loops.count if values.dtype == torch.bfloat16 else loops.count_rounded
-    in_threads(lambda part, found: run(loop, memory(part), found), parts, counts.numpy())
-    return counts.sum(0) if len(parts) > 1 else counts[0]
+
+    def work(chunk: torch.Tensor, chunk_counts: torch.Tensor) -> None:
+        run(loop, memory(chunk), chunk_counts.numpy())
+
+    in_threads(work, chunks, counts)
+    return counts.sum(0) if len(chunks) > 1 else counts[0]
 
 
 def channel_squares(rows: torch.Tensor) -> torch.Tensor:
     """Sum of squares per column of ``(T, C)``, ``(C,)`` in float64."""
     from lightning_obs.numerics.kernels import loops
 
-    parts = rows.chunk(1 if rows.numel() <= _PART else torch.get_num_threads(), 1)
+    chunks = rows.chunk(_number_of_chunks(rows), 1)
     sums = torch.zeros(rows.shape[1], dtype=torch.float64)
+    sums_of_chunks = sums.split([chunk.shape[1] for chunk in chunks])
 
-    def work(part: torch.Tensor, found: torch.Tensor) -> None:
-        run(loops.squares, memory(part), part.shape[1], part.stride(0), found.numpy())
+    def work(chunk: torch.Tensor, chunk_sums: torch.Tensor) -> None:
+        run(loops.squares, memory(chunk), chunk.shape[1], chunk.stride(0), chunk_sums.numpy())
 
-    in_threads(work, parts, sums.split([part.shape[1] for part in parts]))
+    in_threads(work, chunks, sums_of_chunks)
     return sums

@@ -1,4 +1,4 @@
-"""The loops that read a tensor once: extremes, counts of bit patterns, sums of squares."""
+"""The loops that read a tensor once: extremes, counts of bit patterns, sums of squares; ``launch.py`` calls them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ _CODES = 4096  # values rounded at once
 def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> None:
     """Smallest and largest value of each row of ``(A, B, N, G)``; NaN where a row has one.
 
-    Found as integers that sort as the floats do: comparisons of floats would have to look for NaN.
+    Floats are compared as integers that sort as they do (:func:`key_of`): comparisons of floats would have to look for
+    NaN.
 
     Args:
-        bits: memory of the tensor, signed.
-        infinity: its bits.
+        bits: memory of the tensor, as signed integers.
+        infinity: the bit pattern of infinity.
         strides, shape: of the tensor.
-        ends: ``(2, A, B)``, bits; receives the result.
+        ends: ``(2, A, B)``, bit patterns; receives the result.
     """
     mask = np.int32(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)
-    low, high = np.full(shape[:2], mask, np.int32), np.full(shape[:2], ~mask, np.int32)
+    low = np.full(shape[:2], mask, np.int32)
+    high = np.full(shape[:2], ~mask, np.int32)
     for a in range(shape[0]):
         for n in range(shape[2]):  # in the order of memory
             for b in range(shape[1]):
-                at = a * strides[0] + b * strides[1] + n * strides[2]
-                piece = bits[at : at + (shape[3] - 1) * strides[3] + 1]  # indexed from 0, or nothing is vectorised
-                least, most = low[a, b], high[a, b]
+                start = a * strides[0] + b * strides[1] + n * strides[2]
+                stop = start + (shape[3] - 1) * strides[3] + 1
+                piece = bits[start:stop]  # indexed from 0, or nothing is vectorised
+                least = low[a, b]
+                most = high[a, b]
                 if strides[3] == 1:
                     for g in range(piece.size):
                         key = key_of(piece[g], mask)
@@ -41,25 +45,28 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
                         key = key_of(piece[g * strides[3]], mask)
                         least = key if key < least else least
                         most = key if key > most else most
-                low[a, b], high[a, b] = least, most
+                low[a, b] = least
+                high[a, b] = most
     for a in range(shape[0]):
         for b in range(shape[1]):
-            bad = high[a, b] > infinity or low[a, b] < ~infinity
-            ends[0, a, b] = mask if bad else key_of(low[a, b], mask)
-            ends[1, a, b] = mask if bad else key_of(high[a, b], mask)
+            has_nan = high[a, b] > infinity or low[a, b] < ~infinity
+            ends[0, a, b] = mask if has_nan else key_of(low[a, b], mask)
+            ends[1, a, b] = mask if has_nan else key_of(high[a, b], mask)
 
 
 @jit()
 def key_of(bits: Any, mask: Any) -> Any:
-    """An integer that sorts as the float with these bits does; and back."""
+    """An integer that sorts as the float with these bits does; of such an integer, the bits."""
     pattern = np.int32(bits)
-    return np.int32(pattern ^ np.int32(np.int32(pattern >> np.int32(31)) & mask))
+    sign = np.int32(pattern >> np.int32(31))  # all bits are set in a negative number
+    return np.int32(pattern ^ np.int32(sign & mask))
 
 
 @jit()
 def count_rounded(bits: Any, counts: Any) -> None:
-    """:func:`count` of values that are rounded to bfloat16."""
-    even, odd = np.zeros(65536, np.uint32), np.zeros(65536, np.uint32)
+    """As :func:`count`, for float32 or float16, whose values are rounded to bfloat16 first."""
+    even = np.zeros(65536, np.uint32)
+    odd = np.zeros(65536, np.uint32)
     codes = np.empty(_CODES, np.uint16)
     for start in range(0, bits.size, _CODES):
         piece = bits[start : start + _CODES]
@@ -73,7 +80,8 @@ def count_rounded(bits: Any, counts: Any) -> None:
 @jit()
 def count(bits: Any, counts: Any) -> None:
     """Add how often each bfloat16 pattern occurs to ``(65536,)``."""
-    even, odd = np.zeros(65536, np.uint32), np.zeros(65536, np.uint32)
+    even = np.zeros(65536, np.uint32)
+    odd = np.zeros(65536, np.uint32)
     count_codes(bits, even, odd)
     for code in range(65536):
         counts[code] += np.int64(even[code]) + np.int64(odd[code])
@@ -81,7 +89,7 @@ def count(bits: Any, counts: Any) -> None:
 
 @jit()
 def count_codes(codes: Any, even: Any, odd: Any) -> None:
-    """Two tables, so that of two equal neighbours none waits for the other."""
+    """Count codes at even and at odd places in two tables, so that equal neighbours do not wait for each other."""
     half = codes.size // 2
     for i in range(half):
         even[codes[2 * i]] += np.uint32(1)
@@ -92,10 +100,13 @@ def count_codes(codes: Any, even: Any, odd: Any) -> None:
 
 @jit()
 def pattern_of(bits: Any) -> Any:
-    """The bfloat16 pattern of a value rounded to nearest, ties to even; any NaN's is torch's one."""
+    """The bfloat16 pattern of a value rounded to nearest, ties to even; for any NaN, the pattern that torch uses."""
     wide = np.float32(value_of(bits)).view(np.uint32)
-    near = np.uint32(np.uint32(wide + np.uint32(0x7FFF)) + np.uint32(np.uint32(wide >> np.uint32(16)) & np.uint32(1)))
-    is_nan = np.uint32(wide & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    upper_half = np.uint32(wide >> np.uint32(16))
+    is_odd = np.uint32(upper_half & np.uint32(1))
+    near = np.uint32(np.uint32(wide + np.uint32(0x7FFF)) + is_odd)
+    magnitude = np.uint32(wide & np.uint32(0x7FFFFFFF))
+    is_nan = magnitude > np.uint32(0x7F800000)
     return np.uint16(0x7FC0) if is_nan else np.uint16(np.uint32(near >> np.uint32(16)))
 
 
