@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -31,19 +31,38 @@ class LayerLoss(NamedTuple):
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
-    """The loss of each layer, the largest first: noise, or the loss that a plan has estimated."""
+    """The loss of each layer, the largest first: noise, or the loss that a plan has estimated.
+
+    Called for the judgement (``judge``) and for the page's table.
+    """
     losses = [_layer_loss(report, error) for error in report.errors]
     return sorted(losses, key=lambda layer: -layer.loss)
 
 
+def total_loss(layers: Iterable[LayerLoss]) -> float:
+    """The sum of the layers' losses."""
+    return sum(layer.loss for layer in layers)
+
+
+def input_share(layers: Sequence[LayerLoss]) -> float:
+    """The share of the layers' loss that their inputs cause, 0 to 1."""
+    return sum(layer.loss * layer.input for layer in layers) / (total_loss(layers) or 1.0)
+
+
+def weight_share(layers: Sequence[LayerLoss]) -> float:
+    """The share of the layers' loss that their weights cause, 0 to 1."""
+    return sum(layer.loss * layer.weight for layer in layers) / (total_loss(layers) or 1.0)
+
+
 def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
+    """The loss of the layer that ``error`` measured."""
     noise = noise_share(error.sqnr)
     weight_noise = 0.0 if error.weight is None else noise_share(error.weight.sqnr)
     if error.input is not None and error.input.sqnr is not None:
         input_noise = noise_share(error.input.sqnr)
     elif _has_unquantized_input(report, error.name):
         input_noise = 0.0
-    else:  # a dynamic input was not measured: it makes the rest, beside the weight
+    else:  # a dynamic input was not measured: what the weight does not cause is taken for the input's noise
         input_noise = max(0.0, noise - weight_noise)
     loss = report.decisions.losses.get(error.name, noise)
     if not math.isfinite(loss):
@@ -53,6 +72,7 @@ def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
 
 
 def _has_unquantized_input(report: Report, name: str) -> bool:
+    """Whether a layer of this name is known, and its inputs are in full precision."""
     layer = report.layers.get(name)
     return layer is not None and layer.input_width is None
 
@@ -80,50 +100,71 @@ def percent(share: float) -> str:
 def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
     """The layers that lose most, and whether weights or inputs cause it; empty where nothing is lost.
 
-    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths.
+    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths. Called by
+    ``judge`` for the sentence below the page's headline.
     """
-    total = sum(layer.loss for layer in losses)
+    total = total_loss(losses)
     if not total:
         return ""
-    poor = [] if report.decisions.choices else report.poor_layers
-    worst = [layer for layer in losses if layer.name in poor]
-    below_limit = {error.name for error in report.errors if error.sqnr < POOR_SQNR}
-    names = [layer.name for layer in worst if layer.name in below_limit]  # the others share their scheme
-    if sum(layer.loss for layer in worst) < total / 2:
+    worst, names = _poor_layers(report, losses)
+    if total_loss(worst) < total / 2:
         worst = _fewest_with(losses, _MOST * total)
         names = [layer.name for layer in worst]
-    loss = sum(layer.loss for layer in worst)
     subject = f"{len(worst)} of {len(losses)} layers hold" if len(worst) > 1 else f"{worst[0].name} holds"
-    sentence = f"{subject} {percent(loss / total)} of the {report.lost}{_kinds(names, len(worst))}."
-    input_share = sum(layer.input * layer.loss for layer in worst) / loss
-    if input_share < 0.5:
-        return f"{sentence} {percent(1 - input_share)} of it comes from their weights."
-    return f"{sentence} {percent(input_share)} of it comes from their inputs{_stretched(report, worst)}."
+    share = percent(total_loss(worst) / total)
+    sentence = f"{subject} {share} of the {report.lost}{_kinds(names, len(worst))}."
+    by_inputs = input_share(worst)
+    if by_inputs < 0.5:
+        return f"{sentence} {percent(1 - by_inputs)} of it comes from their weights."
+    return f"{sentence} {percent(by_inputs)} of it comes from their inputs{_stretched(report, worst)}."
+
+
+def _poor_layers(report: Report, losses: Sequence[LayerLoss]) -> tuple[list[LayerLoss], list[str]]:
+    """The losses of the report's poor layers, and the names of those that are poor by themselves.
+
+    The others share a scheme with a poor layer. Both are empty where a plan has chosen the schemes.
+    """
+    poor = [] if report.decisions.choices else report.poor_layers
+    below_limit = {error.name for error in report.errors if error.sqnr < POOR_SQNR}
+    layers = []
+    names = []
+    for layer in losses:
+        if layer.name in poor:
+            layers.append(layer)
+            if layer.name in below_limit:
+                names.append(layer.name)
+    return layers, names
 
 
 def _fewest_with(losses: Sequence[LayerLoss], loss: float) -> list[LayerLoss]:
     """The first layers of ``losses`` that together have at least this loss."""
     layers: list[LayerLoss] = []
     for layer in losses:
-        if sum(chosen.loss for chosen in layers) >= loss:
+        if total_loss(layers) >= loss:
             break
         layers.append(layer)
     return layers
 
 
 def _kinds(names: Sequence[str], count: int) -> str:
-    """How many of ``count`` layers are of which kind; a layer that is alone of its kind by its name.
+    """How many of ``count`` layers are of which kind; the only layer of a kind is named.
 
     >>> _kinds(["1.down_proj", "2.down_proj", "2.v_proj"], 5)
     ': 2 down_proj, 2.v_proj, 2 fused with these'
     """
     if count < 2:
         return ""
-    name_of_kind = {name.rpartition(".")[2]: name for name in names}
-    kinds = Counter(name.rpartition(".")[2] for name in names)
+    name_of_kind: dict[str, str] = {}
+    kinds: Counter[str] = Counter()
+    for name in names:
+        _, _, kind = name.rpartition(".")
+        name_of_kind[kind] = name
+        kinds[kind] += 1
     if len(kinds) == 1 and len(names) == count:
         return f": all {next(iter(kinds))}"
-    texts = [f"{number} {kind}" if number > 1 else name_of_kind[kind] for kind, number in kinds.most_common()]
+    texts = []
+    for kind, number in kinds.most_common():
+        texts.append(f"{number} {kind}" if number > 1 else name_of_kind[kind])
     fused = f", {count - len(names)} fused with these" if len(names) < count else ""
     return f": {name_list(texts, 4)}{fused}"
 

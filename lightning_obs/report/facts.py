@@ -68,7 +68,10 @@ class ScaleDrift:
         >>> drift.numbers()
         {'scale_drift_max': 1.0, 'scale_drift_mean': 1.0}
         """
-        last = [history[-1] for history in self.drifts.values() if len(history) == len(self.steps)]
+        last = []
+        for history in self.drifts.values():
+            if len(history) == len(self.steps):
+                last.append(history[-1])
         if len(self.steps) < 2 or not last:
             return {}
         return {"scale_drift_max": max(last), "scale_drift_mean": sum(last) / len(last)}
@@ -187,19 +190,22 @@ class Report:
 
     def __post_init__(self) -> None:
         if self.sizes is None and self.kinds:
-            before = sum(size for size, _ in self.kinds.values())
-            after = sum(size for _, size in self.kinds.values())
+            before = 0
+            after = 0
+            for before_size, after_size in self.kinds.values():
+                before += before_size
+                after += after_size
             self.sizes = before, after
 
     @classmethod
     def of(cls, title: str, **facts: Any) -> Report:
         """A report from facts by name: fields of :class:`Report`, :class:`Quality` and :class:`Decisions`."""
-        parts: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "report": {}}
+        of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "report": {}}
         for name, fact in facts.items():
-            parts[_PART_OF_FACT[name]][name] = fact
-        return cls(
-            title, quality=Quality(**parts["quality"]), decisions=Decisions(**parts["decisions"]), **parts["report"]
-        )
+            of_part[_PART_OF_FACT[name]][name] = fact
+        quality = Quality(**of_part["quality"])
+        decisions = Decisions(**of_part["decisions"])
+        return cls(title, quality=quality, decisions=decisions, **of_part["report"])
 
     @property
     def lost(self) -> str:
@@ -227,21 +233,26 @@ class Report:
 
         Modules that must share a scheme (q, k, v; gate, up: ``result.fused``) are named together.
         """
-        poor = dict.fromkeys(error.name for error in self.errors if error.sqnr < POOR_SQNR)
-        for members in () if self.result is None else self.result.fused:
-            if any(name in poor for name in members):
-                poor.update(dict.fromkeys(members))
+        poor: dict[str, None] = {}
+        for error in self.errors:
+            if error.sqnr < POOR_SQNR:
+                poor[error.name] = None
+        fused = () if self.result is None else self.result.fused
+        for members in fused:
+            if not poor.keys().isdisjoint(members):
+                poor |= dict.fromkeys(members)
         return list(poor)
 
 
 def _parts_of_facts() -> dict[str, str]:
-    parts: dict[str, str] = {}
-    for part, owner in (("report", Report), ("quality", Quality), ("decisions", Decisions)):
+    """By name of a fact, "report", "quality" or "decisions"."""
+    part_of_fact: dict[str, str] = {}
+    for name_of_part, owner in (("report", Report), ("quality", Quality), ("decisions", Decisions)):
         for fact in fields(owner):
-            parts[fact.name] = part
+            part_of_fact[fact.name] = name_of_part
     for name in ("title", "quality", "decisions"):
-        del parts[name]
-    return parts
+        del part_of_fact[name]
+    return part_of_fact
 
 
 #: by name of a fact, the part of a report that holds it
@@ -249,12 +260,15 @@ _PART_OF_FACT = _parts_of_facts()
 
 
 def fact_names() -> list[str]:
-    """The facts that :meth:`Report.of` takes, and ``title``."""
+    """The facts that :meth:`Report.of` takes, and ``title``, for the callbacks' ``report()`` to check its keywords."""
     return ["title", *_PART_OF_FACT]
 
 
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
-    """What the run has measured, by name, in the order of a report; the arrow stands between before and after."""
+    """What the run has measured, by name, in the order of a report; the arrow stands between before and after.
+
+    The closing summary and the page show these texts, and grades are computed beside them.
+    """
     texts: dict[str, str] = {}
     for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
@@ -264,8 +278,9 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     if report.sizes is not None:
         before_size, after_size = report.sizes
         texts["size"] = f"{human_size(before_size)} {arrow} {human_size(after_size)}"
-    if report.result is not None and any(sum(counts) for counts in report.result.expert_tokens.values()):
-        texts["experts"] = _expert_line(report.result.expert_tokens)
+    expert_tokens = {} if report.result is None else report.result.expert_tokens
+    if any(map(sum, expert_tokens.values())):
+        texts["experts"] = _expert_line(expert_tokens)
     return texts
 
 
@@ -303,7 +318,7 @@ def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
 
 
 def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:
-    """Numbers of one calibration, for loggers to plot over time.
+    """Numbers of one calibration, which a callback logs so that loggers plot them over time.
 
     Least and median SQNR [dB], the largest share of an input that is clipped [%], the tokens of the expert with the
     fewest and of the median expert, and the time that calibration took [s].
@@ -334,7 +349,10 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
 
 
 def known_facts(session: CalibrationSession) -> dict[str, Any]:
-    """The fields of :class:`Report` that a calibrated session knows; no data are read."""
+    """The fields of :class:`Report` that a calibrated session knows; no data are read.
+
+    Called by the callbacks' results when they make a report.
+    """
     assert session.result is not None
     targets = {target.name: target for target in session.plan.targets if not target.states}
     with session.in_force():
@@ -353,6 +371,7 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
 
 
 def _add_size(sizes: dict[str, tuple[int, int]], name: str, size: tuple[int, int]) -> None:
+    """Add bytes before and after to the entry of ``name``."""
     before, after = sizes.get(name, (0, 0))
     sizes[name] = before + size[0], after + size[1]
 
@@ -381,6 +400,7 @@ def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple
 
 
 def _observer_name(session: CalibrationSession, target: PlannedModule, base_name: str) -> str:
+    """The name of the observer of a module's weight or input; empty without one."""
     observer = session.observers.get((target.name, base_name))
     return "" if observer is None else observer_name(base_name, observer.args)
 
@@ -432,4 +452,6 @@ def _grid(
         return None
     offset = 0.0 if zero_point is None else float(zero_point)
     lowest_code, highest_code = calculate_range(args, torch.device("cpu"))
-    return (float(lowest_code) - offset) * float(scale), (float(highest_code) - offset) * float(scale)
+    lowest = (float(lowest_code) - offset) * float(scale)
+    highest = (float(highest_code) - offset) * float(scale)
+    return lowest, highest

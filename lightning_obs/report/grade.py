@@ -41,7 +41,10 @@ class Sign(NamedTuple):
 
 
 def signs_of(report: Report) -> list[Sign]:
-    """The run's numbers with their grades: its metrics, the predictions, and training against calibration."""
+    """The run's numbers with their grades: its metrics, the predictions, and training against calibration.
+
+    Called by :func:`~lightning_obs.report.judgement.judge`, which takes the worst grade for the run.
+    """
     texts = facts(report, _ARROW)
     signs = []
     for name, (before, after) in report.quality.metrics.items():
@@ -68,7 +71,7 @@ def worst_grade(signs: Sequence[Sign]) -> Grade:
 
 
 def headline(report: Report, grade: Grade, signs: Sequence[Sign]) -> str:
-    """The grade in a sentence, which also says that training has lost."""
+    """The grade in a sentence, which also says whether training made the model worse."""
     if grade == "not graded":
         names = " and ".join(sign.label for sign in signs)
         return f"Not graded: which values of {names} are good is not known."
@@ -79,7 +82,7 @@ def headline(report: Report, grade: Grade, signs: Sequence[Sign]) -> str:
 
 
 def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: bool = True) -> Grade:
-    """The grade of a metric of the unquantized model and of the quantized model.
+    """The grade of one metric from its values before and after quantization.
 
     A loss is taken for a mean of nats and judged by its difference, so that it and its perplexity have one grade. A
     model whose predictions were not compared may log a squared error under that name. So its loss is not graded

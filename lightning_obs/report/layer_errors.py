@@ -77,6 +77,7 @@ def measure_layer_errors(
 ) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
+    Called by the callbacks' results for a report with data, and :func:`known_layer_errors` for one without.
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
     are not a layer's output.
@@ -145,6 +146,7 @@ class _Feeds(TorchFunctionMode):
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in arguments or results of a function: in lists, tuples and dicts of any depth."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 

@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias, TypeVar
 MetricKind: TypeAlias = Literal["perplexity", "loss", "error", "score", "unknown"]
 _Value = TypeVar("_Value")
 
-#: words of names; two neighbouring words are read as one too, so that ``cross_entropy`` is ``crossentropy``. A name
-#: with words of several kinds that fall is of the first of them: ``mse_loss`` is an error
+#: words of names, by kind; two neighbouring words are read as one too, so that ``cross_entropy`` is ``crossentropy``.
+#: If a name has words of several kinds for which lower is better, the first of these counts: ``mse_loss`` is an error
 _WORDS: dict[MetricKind, set[str]] = {
     "error": {
         *("error", "err", "mse", "rmse", "msle", "rmsle", "mae", "mape", "smape", "l1", "l2", "huber"),
@@ -37,7 +37,7 @@ _ENDINGS = ("loss", "accuracy", "perplexity")
 
 
 def metric_kind(name: str, higher_is_better: bool | None = None) -> MetricKind:
-    """The kind of a metric by its name, and by its direction where that is known.
+    """The kind of a metric by its name, and by its direction where that is known; grades and texts follow from it.
 
     >>> metric_kind("val_loss"), metric_kind("val/mse_loss"), metric_kind("test_f1"), metric_kind("power")
     ('loss', 'error', 'score', 'unknown')
@@ -45,15 +45,19 @@ def metric_kind(name: str, higher_is_better: bool | None = None) -> MetricKind:
     ('error', 'unknown')
     """
     words = _words_of(name)
-    kinds = [kind for kind, known_words in _WORDS.items() if words & known_words]
-    falling = [kind for kind in kinds if kind != "score"]
+    is_score = bool(words & _WORDS["score"])
+    falling: MetricKind | None = None
+    for kind, words_of_kind in _WORDS.items():
+        if kind != "score" and words & words_of_kind:
+            falling = kind
+            break
     if higher_is_better is True:
         return "score"
     if higher_is_better is False:
-        return falling[0] if falling else "error"
-    if not kinds or (falling and "score" in kinds):
-        return "unknown"
-    return kinds[0]
+        return falling or "error"
+    if is_score:
+        return "unknown" if falling else "score"
+    return falling or "unknown"
 
 
 def sorted_metrics(metrics: Mapping[str, _Value], higher_is_better: Mapping[str, bool]) -> dict[str, _Value]:
@@ -75,6 +79,11 @@ def _words_of(name: str) -> set[str]:
     name, _, _ = name.partition("/dataloader_idx_")
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
     words = re.findall(r"[a-z0-9]+", spaced.lower())
-    pairs = [first + second for first, second in pairwise(words)]
-    endings = [ending for ending in _ENDINGS if any(word.endswith(ending) for word in words)]
-    return {*words, *pairs, *endings}
+    all_words = set(words)
+    for first, second in pairwise(words):
+        all_words.add(first + second)
+    for word in words:
+        for ending in _ENDINGS:
+            if word.endswith(ending):
+                all_words.add(ending)
+    return all_words

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -24,7 +25,10 @@ _PENDING = 4096
 
 @dataclass(frozen=True)
 class TensorError:
-    """The effect of rounding on one tensor: the :data:`NUMBERS`, and its smallest and largest value; None: unknown."""
+    """The effect of rounding on one tensor: the :data:`NUMBERS`, and its smallest and largest value; None: unknown.
+
+    :meth:`LayerSums.errors` makes one for each tensor that was measured.
+    """
 
     sqnr: float | None = None
     mse: float | None = None
@@ -74,12 +78,12 @@ class LayerSums:
         for _, error in self._pending:
             tensors += error
         on_host = iter(to_host(tensors))
-        for row, error in self._pending:
-            sums, low, high, codes = (next(on_host) for _ in error)
-            self.sums[row] += sums
-            self.low[row] = torch.fmin(self.low[row], low)
-            self.high[row] = torch.fmax(self.high[row], high)
-            self.codes[row] += codes
+        for row, pending in self._pending:
+            error = ErrorSums(*islice(on_host, len(pending)))
+            self.sums[row] += error.sums
+            self.low[row] = torch.fmin(self.low[row], error.low)
+            self.high[row] = torch.fmax(self.high[row], error.high)
+            self.codes[row] += error.codes
         self._pending.clear()
 
     def reduce_ranks(self, collectives: Collectives) -> None:

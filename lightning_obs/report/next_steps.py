@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.files.read import read_json
-from lightning_obs.report.cause import LayerLoss, percent
+from lightning_obs.report.cause import LayerLoss, input_share, percent, total_loss, weight_share
 from lightning_obs.report.facts import Report
 from lightning_obs.report.grade import Grade, worse_than_calibrated
 from lightning_obs.report.numbers import human_size
@@ -36,7 +36,7 @@ _WITH_TOKEN_SCALES = {
 
 
 def next_steps(report: Report, grade: Grade, losses: Sequence[LayerLoss], folder: Path) -> list[Step]:
-    """The steps to show, the best first.
+    """The steps to show, the best first; called by :func:`~lightning_obs.report.judgement.judge`.
 
     Args:
         report: of the run; without a calibration there are no steps.
@@ -64,7 +64,8 @@ def _uses(report: Report) -> list[Step]:
     if report.checkpoint is None:
         return [Step("export", "Export it", "this run has exported nothing", 'callback.export("checkpoint")')]
     checkpoint = Path(report.checkpoint)
-    path, architecture = path_from_here(checkpoint), _architecture(checkpoint)
+    path = path_from_here(checkpoint)
+    architecture = _architecture(checkpoint)
     steps = []
     vllm = report.result.engines.get("vLLM")
     generates = architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
@@ -82,6 +83,7 @@ def _uses(report: Report) -> list[Step]:
 
 
 def _measure(report: Report) -> Step:
+    """Run again and measure the quantized model."""
     python = _calibration(report, evaluate=True)
     reason = "without a number of the quantized model nobody knows whether it is good"
     return Step("measure", "Measure the quantized model", reason, python, {"evaluate": True})
@@ -96,19 +98,14 @@ class _Run:
     folder: Path
 
     @property
-    def loss(self) -> float:
-        """Of all layers."""
-        return sum(layer.loss for layer in self.losses) or 1.0
-
-    @property
     def input_share(self) -> float:
         """The share of the loss that inputs cause."""
-        return sum(layer.loss * layer.input for layer in self.losses) / self.loss
+        return input_share(self.losses)
 
     @property
     def weight_share(self) -> float:
         """The share of the loss that weights cause."""
-        return sum(layer.loss * layer.weight for layer in self.losses) / self.loss
+        return weight_share(self.losses)
 
     @property
     def schemes(self) -> set[str]:
@@ -126,13 +123,18 @@ def _remedies(run: _Run) -> list[Step]:
 
 
 def _leave_out(run: _Run) -> Iterator[Step]:
-    """Leave poor layers in full precision, if they are few. A plan has decided about its layers."""
-    report, poor = run.report, run.report.poor_layers
-    if report.decisions.choices or report.options is None or not 0 < len(poor) < len(run.losses) / 2:
+    """Leave poor layers in full precision, if they are few, and no plan has chosen the schemes of layers."""
+    report = run.report
+    poor = report.poor_layers
+    are_few = 0 < len(poor) < len(run.losses) / 2
+    if report.decisions.choices or report.options is None or not are_few:
         return
-    share = sum(layer.loss for layer in run.losses if layer.name in poor) / run.loss
-    known = [report.layers[name] for name in poor if name in report.layers]
-    more_bytes = sum(layer.before - layer.after for layer in known)
+    poor_loss = total_loss(layer for layer in run.losses if layer.name in poor)
+    share = poor_loss / (total_loss(run.losses) or 1.0)
+    more_bytes = 0
+    for name in poor:
+        if name in report.layers:
+            more_bytes += report.layers[name].before - report.layers[name].after
     reason = f"removes {percent(share)} of the {report.lost}"
     if more_bytes:
         reason += f", costs {human_size(more_bytes)}"
@@ -145,13 +147,18 @@ def _leave_out(run: _Run) -> Iterator[Step]:
 
 def _budget(run: _Run) -> Iterator[Step]:
     """More bits for a plan, if its frontier has a plan of less loss there."""
-    frontier = [point for point in run.report.decisions.frontier if math.isfinite(point["loss"])]
-    chosen = next((point for point in frontier if point.get("mark") == "chosen"), None)
-    if not run.report.decisions.choices or chosen is None or chosen["loss"] <= 0:
+    plan = None
+    plans = []
+    for point in run.report.decisions.frontier:
+        if math.isfinite(point["loss"]) and point.get("mark") != "measured":
+            plans.append(point)
+            if plan is None and point.get("mark") == "chosen":
+                plan = point
+    if not run.report.decisions.choices or plan is None or plan["loss"] <= 0:
         return
-    bits = chosen["bits_per_weight"] + _MORE_BITS
-    plans = [point for point in frontier if point.get("mark") != "measured"]
-    share = 1 - min(point["loss"] for point in plans if point["bits_per_weight"] <= bits) / chosen["loss"]
+    bits = plan["bits_per_weight"] + _MORE_BITS
+    least_loss = min(point["loss"] for point in plans if point["bits_per_weight"] <= bits)
+    share = 1 - least_loss / plan["loss"]
     reason = f"lowers the estimated loss by {percent(share)}"
     python = f"choose_schemes(measured, {bits:.2f})"
     title = f"A budget of {bits:.2f} bits per weight"
@@ -216,8 +223,11 @@ def _fine_tune(run: _Run) -> Iterator[Step]:
 
 
 def _scheme_with_token_scales(run: _Run) -> str | None:
-    schemes = run.schemes
-    return _WITH_TOKEN_SCALES.get(next(iter(schemes))) if len(schemes) == 1 else None
+    """The preset with a scale for each token that can replace the run's only scheme; None without one."""
+    if len(run.schemes) != 1:
+        return None
+    (scheme,) = run.schemes
+    return _WITH_TOKEN_SCALES.get(scheme)
 
 
 def _plain_observers(options: CalibrationOptions) -> dict[str, Any]:
@@ -296,11 +306,14 @@ def _options_that_differ(options: CalibrationOptions) -> dict[str, Any]:
 def _architecture(checkpoint: Path) -> str:
     """The class of transformers that a checkpoint names; empty where it names none."""
     config = checkpoint / "config.json"
-    architectures = read_json(config).get("architectures") if config.is_file() else None
+    if not config.is_file():
+        return ""
+    architectures = read_json(config).get("architectures")
     return architectures[0] if architectures else ""
 
 
 def path_from_here(path: Path) -> str:
     """A path as a user types it in the current folder."""
-    path, here = path.resolve(), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    path = path.resolve()
+    current_folder = Path.cwd()
+    return str(path.relative_to(current_folder) if path.is_relative_to(current_folder) else path)

@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from lightning_obs.errors import refuse
 from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
-from lightning_obs.report.cause import layer_losses
+from lightning_obs.report.cause import layer_losses, total_loss
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.judgement import Judgement, judge
 from lightning_obs.report.layer_errors import LayerError
@@ -64,6 +63,8 @@ _ONLY_PAGE = ("histogram", "channels", "at", "grid", "feeds")
 def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judgement | None = None) -> Path:
     """Write ``report.html``, ``report.json`` and ``layers.csv``, each whole or not at all.
 
+    Called by the callbacks' ``report()`` and by the command line at the end of a run or of a comparison.
+
     Args:
         folder: made if it is not there.
         report: the facts.
@@ -76,19 +77,21 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
         CalibrationError: a point of the frontier without name, bits per weight or loss; the folder cannot be written.
     """
     keys = {"name", "bits_per_weight", "loss"}
-    incomplete = [
-        f"point {number}" for number, point in enumerate(report.decisions.frontier) if not keys <= point.keys()
-    ]
+    incomplete = []
+    for number, point in enumerate(report.decisions.frontier):
+        if not keys <= point.keys():
+            incomplete.append(f"point {number}")
     refuse(incomplete, "a point of the frontier lacks something", expected="name, bits_per_weight, loss")
     folder = Path(folder)
-    data = _data(report, judge(report, folder) if judgement is None else judgement)
+    if judgement is None:
+        judgement = judge(report, folder)
+    data = _data(report, judgement)
     write_text(folder / "report.html", _page(report, data))
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
-        rows = [dict(row) for row in data["layers"]]
-        for row in rows:
-            for key in _ONLY_PAGE:
-                row.pop(key, None)
+        rows = []
+        for row in data["layers"]:
+            rows.append({key: value for key, value in row.items() if key not in _ONLY_PAGE})
         write_csv(folder / "layers.csv", rows)
     return folder / "report.html"
 
@@ -113,25 +116,31 @@ def layer_row(error: LayerError) -> dict[str, Any]:
 
 
 def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows under the union of their keys, in the order in which these first appear."""
-    columns = list(dict.fromkeys(chain.from_iterable(rows)))
+    """Write rows under the union of their keys, in the order in which these first appear.
 
-    def text(value: Any) -> Any:
-        is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
-        return f"'{value}" if is_formula else value  # else a spreadsheet would compute it
-
+    Called for the report's ``layers.csv``, and by the callbacks for a table in the folder of Lightning's ``CSVLogger``.
+    """
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns |= dict.fromkeys(row)
     with (
         whole_file(path) as partial,
         partial.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
     ):
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
-        writer.writerows({key: text(value) for key, value in row.items()} for row in rows)
+        for row in rows:
+            writer.writerow({key: _csv_cell(value) for key, value in row.items()})
+
+
+def _csv_cell(value: Any) -> Any:
+    """A value in a cell; a text that a spreadsheet would compute as a formula begins with a quote."""
+    is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
+    return f"'{value}" if is_formula else value
 
 
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts."""
-    result = report.result
     ignored = [] if report.options is None else report.options.config.ignore or []
     data: dict[str, Any] = {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
@@ -148,7 +157,10 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["judgement"] = {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]}
     data["summary"] = _summary(report, judgement)
     data["lines"] = as_names(report.lines)
-    data["engines"] = {} if result is None else {name: asdict(verdict) for name, verdict in result.engines.items()}
+    data["engines"] = {}
+    if report.result is not None:
+        for name, verdict in report.result.engines.items():
+            data["engines"][name] = asdict(verdict)
     data["layers"] = list(_layers(report))
     data["runs"] = [{**run, "quality": quality_of(run)} for run in report.runs]
     data["drift"] = None
@@ -171,11 +183,15 @@ def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
 
 
 def _page(report: Report, data: Mapping[str, Any]) -> str:
+    """The text of ``report.html``."""
     environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
     titles = {"share": f"share of the {report.lost} [%]"}
     if report.decisions.sensitivity_unit:
         titles["sensitivity"] = f"sensitivity [{report.decisions.sensitivity_unit}]"
-    columns = [(key, titles.get(key, title), *how) for key, title, *how, _ in COLUMNS]
+    columns = []
+    for column in COLUMNS:
+        title = titles.get(column.key, column.title)
+        columns.append((column.key, title, column.digits, column.is_wide, column.smallest_first))
     # The page needs no more digits than it shows.
     shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR, "lost": report.lost}
     shown["fused"] = [] if report.result is None else report.result.fused
@@ -186,7 +202,9 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
     """A row of the page's data for each layer that anything is known of."""
-    rows: dict[str, dict[str, Any]] = {error.name: layer_row(error) for error in report.errors}
+    rows: dict[str, dict[str, Any]] = {}
+    for error in report.errors:
+        rows[error.name] = layer_row(error)
     for name in [*report.layers, *report.decisions.sensitivity, *report.decisions.choices]:
         rows.setdefault(name, {"name": name})
     _add_losses(rows, report)
@@ -210,7 +228,7 @@ def _layers(report: Report) -> Iterable[dict[str, Any]]:
 def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
     """Add each layer's share of the loss, and the numbers of a plan of mixed schemes, to its row."""
     losses = layer_losses(report)
-    total = sum(layer.loss for layer in losses)
+    total = total_loss(losses)
     if total:
         for layer in losses:
             rows[layer.name]["share"] = 100 * layer.loss / total

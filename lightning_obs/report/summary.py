@@ -22,7 +22,10 @@ from lightning_obs.schemes.config import as_names
 
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
-    """The closing report of a calibration with its ``worst`` worst layers, for :func:`print_report`."""
+    """The closing report of a calibration with its ``worst`` worst layers, for :func:`print_report`.
+
+    The command line prints it at the end of a run.
+    """
     result = report.result
     assert result is not None
     parts: list[RenderableType] = [_text(f"{result.scheme} · {result.line(' · ')}", style="bold")]
@@ -58,13 +61,20 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
     """Layers with their error, one row each. Columns without values are left out."""
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
     rows = [_layer_cells(error) for error in errors]
-    measured = any(error.output is not None for error in errors) or all(error.weight is None for error in errors)
-    if measured:
-        columns = [0, 1, 2, 3]
-    else:
-        columns = [0, *(column for column in range(1, len(titles)) if any(row[column] for row in rows))]
+    has_outputs = any(error.output is not None for error in errors)
+    has_weights = any(error.weight is not None for error in errors)
+    columns = [0, 1, 2, 3]
+    if has_weights and not has_outputs:
+        columns = [0]
+        for column in range(1, len(titles)):
+            cells = [row[column] for row in rows]
+            if any(cells):
+                columns.append(column)
     shown_titles = [titles[column] for column in columns]
-    return _table(shown_titles, ([row[column] for column in columns] for row in rows))
+    shown_rows = []
+    for row in rows:
+        shown_rows.append([row[column] for column in columns])
+    return _table(shown_titles, shown_rows)
 
 
 def _layer_cells(error: LayerError) -> list[str]:
@@ -84,14 +94,17 @@ def _layer_cells(error: LayerError) -> list[str]:
 
 
 def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Titles and texts of several runs side by side.
+    """Titles and texts of several runs side by side, for the page and for :func:`comparison_table`.
 
-    Each has its name, the metric and its change, how far the predictions are from the original's where a run knows
+    Each run has its name, the metric and its change, how far the predictions are from the original's where a run knows
     that, size, seconds, and the worst layer.
     """
-    metric_names = {quality_of(row)[0] for row in rows} - {None}
+    metric_names: set[str] = set()
     moved_titles: dict[str, None] = {}
     for row in rows:
+        metric_name, _, _ = quality_of(row)
+        if metric_name is not None:
+            metric_names.add(metric_name)
         moved_titles |= dict.fromkeys(moved_texts(row))
     cells = []
     for row in rows:
@@ -128,11 +141,13 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Table:
-    """The frontier, one row each."""
+    """Plans of mixed schemes, one row each; printed by the command line's search for a plan."""
     scheme_names: dict[str, None] = {}
     for plan in plans:
         scheme_names |= dict.fromkeys(plan.counts)
-    titles = ["bits per weight", "size [MB]", "estimated loss", *(f"{name} modules" for name in scheme_names)]
+    titles = ["bits per weight", "size [MB]", "estimated loss"]
+    for name in scheme_names:
+        titles.append(f"{name} modules")
     rows = []
     for plan in plans:
         counts = [str(plan.counts.get(name, 0)) for name in scheme_names]
@@ -157,6 +172,7 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _number_or_empty(value: float | None, form: str) -> str:
+    """A number formatted by ``form``; empty for None and NaN."""
     return "" if value is None or math.isnan(value) else format(value, form)
 
 
