@@ -62,6 +62,15 @@ def divergences(
 ) -> tuple[Losses, int]:
     """Run the model forward and backward, and each candidate's module on the inputs of the original.
 
+    Called by :func:`~lightning_obs.sensitivity` once all candidates are calibrated.
+
+    Args:
+        model: the unquantized model; it is left as it was.
+        batches: arguments of the model.
+        twins: the calibrated candidates.
+        groups: sets of modules whose loss together is estimated.
+        seed: of the random signs.
+
     Returns:
         The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
     """
@@ -100,15 +109,18 @@ class _SquaredSums:
 
     def add(self, changes: _Changes) -> None:
         """Add the changes of one batch."""
-        for scheme in dict.fromkeys(scheme for scheme, _ in changes):
+        by_scheme: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for (scheme, name), changes_of_calls in changes.items():
+            by_scheme.setdefault(scheme, {})[name] = changes_of_calls
+        for scheme, by_module in by_scheme.items():
             for group in self._groups:
-                members = [changes[scheme, name] for name in group if (scheme, name) in changes]
+                members = [by_module[name] for name in group if name in by_module]
                 self._totals[scheme, group] = self._totals.get((scheme, group), 0) + _square(members)
 
     def read(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """The sums, brought to the host in one transfer."""
         totals = to_host(list(self._totals.values()))
-        return {key: float(total) for key, total in zip(self._totals, totals, strict=True)}
+        return dict(zip(self._totals, map(float, totals), strict=True))
 
 
 def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
@@ -117,10 +129,13 @@ def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
     Parameters need no gradients until ``stack`` is closed.
     """
     stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
+    owners = set()
     with at_rest():
-        offloaded = [module for module in model.modules() if is_offloaded(module) and holds_parameters(module)]
+        for module in model.modules():
+            if is_offloaded(module) and holds_parameters(module):
+                owners.add(brought_in_by(module))
     stack.enter_context(parameters_without_gradients(model))
-    for owner in {brought_in_by(module) for module in offloaded}:
+    for owner in owners:
         recomputed = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
         stack.callback(set_attributes(owner, forward=recomputed))
 
@@ -162,6 +177,7 @@ def _first_alike(twins: Sequence[nn.Module]) -> list[int]:
 
 
 def _weight_qparams(twin: nn.Module) -> dict[str, torch.Tensor]:
+    """The qparams of a twin's weight, by name."""
     return {name: value for name, value in read_qparams(twin).items() if name.startswith("weight_")}
 
 
@@ -204,8 +220,9 @@ def _tap(
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
-            caches = [WeightCache() for _ in quantizations]
-            caches_of_twins = [caches[first] for first in alike]
+            caches_of_twins: list[WeightCache] = []
+            for number, first in enumerate(alike):
+                caches_of_twins.append(WeightCache() if first == number else caches_of_twins[first])
             with (
                 weights_shared(module, twins.values()),
                 patch_attrs(quantizations, "weight_cache", caches_of_twins),
@@ -228,12 +245,19 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     Args:
         members: by module, the changes ``(..., positions)`` of each call.
     """
-    shapes = {tuple(call.shape for call in calls) for calls in members}
+    shapes = set()
+    for changes_of_calls in members:
+        shapes.add(tuple(changes.shape for changes in changes_of_calls))
     if len(shapes) == 1:  # fused: their changes of a token add up
-        members = [[torch.stack(calls).sum(0) for calls in zip(*members, strict=True)]]
+        summed = []
+        for changes_of_modules in zip(*members, strict=True):
+            summed.append(torch.stack(changes_of_modules).sum(0))
+        members = [summed]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):
         rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
-        padded = nn.functional.pad(rows, (0, -rows.shape[-1] % BLOCK))
-        total = total + padded.unflatten(-1, (-1, BLOCK)).sum(-1).double().square().sum()
+        missing_positions = -rows.shape[-1] % BLOCK
+        padded = nn.functional.pad(rows, (0, missing_positions))
+        block_sums = padded.unflatten(-1, (-1, BLOCK)).sum(-1)
+        total = total + block_sums.double().square().sum()
     return total

@@ -159,11 +159,15 @@ def _require_shares(shares: Mapping[str, float], candidates: Sequence[str]) -> N
     """Refuse shares of unknown schemes, and shares outside [0, 1]."""
     unknown = sorted(set(shares) - set(candidates))
     refuse(unknown, "at_most names no candidate", expected=", ".join(candidates))
-    outside = [f"{name} ({share:g})" for name, share in shares.items() if not 0 <= share <= 1]
+    outside = []
+    for name, share in shares.items():
+        if not 0 <= share <= 1:
+            outside.append(f"{name} ({share:g})")
     refuse(outside, "at_most takes shares of the weights, 0 to 1")
 
 
 def _require_finite_losses(measured: Sensitivity) -> None:
+    """Refuse losses that are not finite: the solver cannot compare them."""
     overflowing: list[str] = []
     for group in measured.groups:
         for scheme in measured.candidates:
@@ -202,7 +206,7 @@ def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates:
     if isinstance(schemes, str):
         names: list[str | None] = [schemes]
     else:
-        names = list(dict.fromkeys(schemes.get(module_name) for module_name in group.names))
+        names = list(dict.fromkeys(map(schemes.get, group.names)))
     name = names[0]
     if len(names) > 1 or name is None or name not in candidates:
         raise CalibrationError(
@@ -259,7 +263,13 @@ def require_solver() -> None:
 
 
 def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
-    """The plan with the least loss within a limit in bytes, or None where nothing fits."""
+    """The plan with the least loss within a limit in bytes, or None where nothing fits.
+
+    Args:
+        measured: losses and sizes.
+        limit: bytes; None: no limit.
+        shares: by scheme, the largest share of the weights that may have it.
+    """
     if measured.alone:
         return _best_single_scheme(measured, limit, shares)
     require_solver()
@@ -269,7 +279,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
     count = len(candidates)
     losses = _flat([group.losses for group in measured.groups], candidates)
     sizes = _flat([group.sizes for group in measured.groups], candidates)
-    # HiGHS' tolerances are absolute: losses in units of their mean. Of equal losses the smaller size is better.
+    # Losses are in units of their mean, because HiGHS' tolerances are absolute. Among equal losses, the smaller size is
+    # better.
     mean_loss = max(losses.mean(), np.finfo(float).tiny)
     largest_size = max(sizes.max(), 1.0)
     cost = losses / mean_loss + 1e-6 * sizes / largest_size
@@ -281,7 +292,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
     if solution.x is None:
         return None
     scheme_names: dict[str, str] = {}
-    for group, number in zip(measured.groups, solution.x.reshape(-1, count).argmax(1), strict=True):
+    numbers = solution.x.reshape(-1, count).argmax(1)
+    for group, number in zip(measured.groups, numbers, strict=True):
         scheme_names |= dict.fromkeys(group.names, candidates[number])
     return plan_of(measured, scheme_names)
 
@@ -302,8 +314,9 @@ def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mappin
 def _flat(rows: Sequence[Mapping[str, float]], candidates: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """A number for each binary variable ``(groups * candidates,)``: all candidates of the first group first."""
     table = np.empty((len(rows), len(candidates)))
-    for row, numbers in zip(table, rows, strict=True):
-        row[:] = [numbers[name] for name in candidates]
+    for row, numbers in enumerate(rows):
+        for column, name in enumerate(candidates):
+            table[row, column] = numbers[name]
     return table.ravel()
 
 
@@ -351,21 +364,30 @@ def config_of(
 ) -> QuantizationConfig | None:
     """A config with a group for each label and scheme that ``modules`` have; None if none of them has a scheme.
 
-    Modules whose scheme is None, or that ``ignore`` matches, stay in full precision.
+    Modules whose scheme is None, or that ``ignore`` matches, stay in full precision. Called for a plan of mixed schemes
+    and for a choice of observers.
+
+    Args:
+        modules: by module name, a label and the module's scheme.
+        ignore: names and patterns of further modules.
     """
     groups: dict[tuple[str, str], QuantizationScheme] = {}
+    unquantized = []
     for module, (name, scheme) in modules.items():
-        if scheme is not None:
-            key = name, scheme_identity(scheme)
-            if key not in groups:
-                groups[key] = scheme.model_copy(deep=True, update={"targets": []})
-            groups[key].targets.append(module)
+        if scheme is None:
+            unquantized.append(module)
+            continue
+        key = name, scheme_identity(scheme)
+        if key not in groups:
+            groups[key] = scheme.model_copy(deep=True, update={"targets": []})
+        groups[key].targets.append(module)
     if not groups:
         return None
-    groups_of_name = Counter(name for name, _ in groups)
+    groups_of_name: Counter[str] = Counter()
+    for name, _ in groups:
+        groups_of_name[name] += 1
     config_groups: dict[str, QuantizationScheme] = {}
     for number, ((name, _), scheme) in enumerate(groups.items()):
         label = name if groups_of_name[name] == 1 else f"{name}_{number}"
         config_groups[label] = scheme
-    unquantized = [module for module, (_, scheme) in modules.items() if scheme is None]
     return QuantizationConfig(config_groups=config_groups, ignore=[*ignore, *unquantized])

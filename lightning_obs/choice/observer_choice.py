@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
-from rich.table import Column, Table
+from rich.table import Table
 from torch import nn
 from typing_extensions import Unpack
 
@@ -74,7 +74,9 @@ class ObserverChoice:
     @property
     def counts(self) -> dict[str, Counter[str]]:
         """The number of tensors that got each candidate, by base name."""
-        counts: dict[str, Counter[str]] = {base_name: Counter() for base_name in self.losses}
+        counts: dict[str, Counter[str]] = {}
+        for base_name in self.losses:
+            counts[base_name] = Counter()
         for specs in self.observers.values():
             for base_name, spec in specs.items():
                 counts[base_name][_label(spec)] += 1
@@ -82,8 +84,9 @@ class ObserverChoice:
 
     def table(self) -> Table:
         """Candidates and the choice, as a table for ``rich.print``."""
-        numbers = (Column(name, justify="right") for name in ("estimated loss", "tensors"))
-        table = Table("of", "observer", *numbers, title="observers", title_justify="left", box=None, pad_edge=False)
+        table = Table("of", "observer", title="observers", title_justify="left", box=None, pad_edge=False)
+        table.add_column("estimated loss", justify="right")
+        table.add_column("tensors", justify="right")
         for row in self.scores:
             table.add_row(row["of"], row["observer"], f"{row['loss']:.4g}", str(row["tensors"]))
         return table
@@ -183,9 +186,9 @@ def _choose(
     observers: dict[str, dict[str, dict[str, Any]]] = {}
     for group in measured.groups:
         for module_name in group.names:
-            observers[module_name] = {
-                base_name: dict(candidates[base_name][label]) for base_name, label in labels[module_name].items()
-            }
+            observers[module_name] = {}
+            for base_name, label in labels[module_name].items():
+                observers[module_name][base_name] = dict(candidates[base_name][label])
     return ObserverChoice(_config_with(labels, measured, config), observers, losses, loss_of_choice)
 
 
@@ -245,6 +248,8 @@ def fitting_candidates(
     model: nn.Module, options: CalibrationOptions, candidates: Candidates | None = None
 ) -> dict[str, dict[str, _ObserverSpec]]:
     """The candidates that fit the scheme, by base name and label.
+
+    Called by :func:`choose_observers`, and before a run with ``observers="auto"``, so that a misfit is told at once.
 
     Args:
         model: the module that is calibrated; it is not changed.

@@ -8,11 +8,10 @@ copies in one forward and backward pass per batch.
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import combinations, product
+from itertools import chain, combinations, product
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -56,6 +55,8 @@ class Group:
         weights: how many numbers their weights have.
         losses: by scheme, in the units of :attr:`Sensitivity.method`.
         sizes: by scheme, the bytes of their weights and scales in a checkpoint.
+
+    :func:`sensitivity` makes them; ``choose_schemes`` and ``choose_observers`` decide for each.
     """
 
     names: tuple[str, ...]
@@ -101,7 +102,8 @@ class Sensitivity:
     @property
     def least(self) -> int:
         """Bytes of the weights and scales where each group has its smallest candidate."""
-        return sum(min(group.sizes.values()) for group in self.groups)
+        smallest_sizes = [min(group.sizes.values()) for group in self.groups]
+        return sum(smallest_sizes)
 
 
 @takes_keywords_of(CalibrationOptions)
@@ -149,13 +151,18 @@ def sensitivity(
         options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
-    candidates = [name for name, scheme in schemes_by_name.items() if name in sessions or scheme is None]
+    candidates = []
+    for name, scheme in schemes_by_name.items():
+        if name in sessions or scheme is None:
+            candidates.append(name)
     measured_batches = None if batches is None else list(batches)
     calibration_batches = measured_batches if calibration is None else list(calibration)
     twins = _calibrate(model, sessions, calibration_batches)
     groups = _groups(model, sessions)
-    module_names = [name for group in groups for name in group]
-    measured_sets = dict.fromkeys([*groups, *((name,) for name in module_names)])
+    module_names = list(chain.from_iterable(groups))
+    measured_sets = dict.fromkeys(groups)
+    for name in module_names:
+        measured_sets[(name,)] = None
     if measured_batches is None:
         method: Method = "weight error"
         losses = _weight_errors(model, twins, measured_sets)
@@ -166,7 +173,7 @@ def sensitivity(
     return Sensitivity(
         groups=[_group(model, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
-        schemes={name: _schemes_of(session) for name, session in sessions.items()},
+        schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
         ignore=[*as_names(options.get("ignore", ())), *_left_out(sessions.values())],
         method=method,
         tokens=tokens,
@@ -213,7 +220,8 @@ def _sessions(
     Raises:
         CalibrationError: weights in shards; a candidate that does not fit the model; none that all engines take.
     """
-    refuse([name for name, module in model.named_modules() if in_shards(module)], "sensitivities need whole weights")
+    with_shards = [name for name, module in model.named_modules() if in_shards(module)]
+    refuse(with_shards, "sensitivities need whole weights")
     sessions: dict[str, CalibrationSession] = {}
     for name, scheme in schemes.items():
         if scheme is None:
@@ -230,24 +238,25 @@ def _sessions(
             refusals[name] = refusal
     if len(refusals) == len(sessions):
         raise CalibrationError("no candidate is taken by all engines", got="; ".join(map(str, refusals.values())))
-    return {name: session for name, session in sessions.items() if name not in refusals}
+    for name in refusals:
+        del sessions[name]
+    return sessions
 
 
 def _need_one_scheme(
     sessions: Iterable[CalibrationSession], first_group: Sequence[str], engines: Sequence[Engine]
 ) -> bool:
-    """Whether an engine refuses any two of the candidates in one plan."""
-    return any(_refused_together(pair, first_group, engines) for pair in combinations(sessions, 2))
+    """Whether an engine refuses any two of the candidates in one plan.
 
-
-def _refused_together(
-    pair: tuple[CalibrationSession, CalibrationSession], first: Sequence[str], engines: Sequence[Engine]
-) -> bool:
-    """Whether an engine refuses a plan in which the modules ``first`` have one candidate, all others the second."""
-    session, second = pair
-    targets = [target for target in session.plan.targets if target.name in first]
-    targets += [target for target in second.plan.targets if target.name not in first]
-    return any(_refusal(engine, session, targets) is not None for engine in engines)
+    In the plan that engines are asked about, the modules of ``first_group`` have one candidate, all others the second.
+    """
+    for first, second in combinations(sessions, 2):
+        targets = [target for target in first.plan.targets if target.name in first_group]
+        targets += [target for target in second.plan.targets if target.name not in first_group]
+        for engine in engines:
+            if _refusal(engine, first, targets) is not None:
+                return True
+    return False
 
 
 def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
@@ -260,7 +269,11 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
-    """The options of one candidate: its own take precedence over the options of all candidates."""
+    """The options of one candidate: its own take precedence over the options of all candidates.
+
+    Called for each candidate's session, by the choice of observers to see whether a candidate fits, and by the command
+    line's search for a plan.
+    """
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
     observers = {**(options.get("observers") or {}), **(candidate.get("observers") or {})}
@@ -293,9 +306,15 @@ def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | Non
         "in a list, candidate schemes are names of presets",
         remedy="give schemes of your own by a name each: schemes={'my scheme': {...}}.",
     )
-    counts = Counter(FULL_PRECISION if preset is None else preset for preset in presets)
-    refuse(sorted(name for name, count in counts.items() if count > 1), "a candidate scheme is listed twice")
-    return {name: None if name == FULL_PRECISION else name for name in counts}
+    named: dict[str, Candidate | None] = {}
+    listed_twice = set()
+    for preset in presets:
+        name = FULL_PRECISION if preset is None else preset
+        if name in named:
+            listed_twice.add(name)
+        named[name] = None if name == FULL_PRECISION else name
+    refuse(sorted(listed_twice), "a candidate scheme is listed twice")
+    return named
 
 
 def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None) -> Twins:
@@ -303,8 +322,11 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
     twins: Twins = {}
     earlier_calibration = calibration_of(model)
     try:
+        with_states = []
+        for session in sessions.values():
+            with_states += [target.name for target in session.plan.targets if target.states]
         refuse(
-            [t.name for session in sessions.values() for t in session.plan.targets if t.states],
+            with_states,
             "attention states have no weights to choose a scheme for",
             remedy="leave them out here, and give kv_cache to the calibration.",
         )
@@ -314,13 +336,7 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
             "candidates that observe data were given none",
             remedy="give batches, or only schemes that are dynamic or quantize weights alone.",
         )
-        with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
-            for session in observing.values():
-                session.attach(shares_calls_with=next(iter(observing.values())))
-                stack.callback(session.detach)
-            if observing:
-                for batch in batches or ():
-                    call_on(model, batch)
+        _observe(model, list(observing.values()), batches or ())
         for name, session in sessions.items():
             session.finalize()  # and detach
             for observer in session.data_observers.values():
@@ -330,6 +346,17 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
     finally:
         put_back(earlier_calibration)
     return twins
+
+
+def _observe(model: nn.Module, sessions: Sequence[CalibrationSession], batches: Sequence[Any]) -> None:
+    """Run the batches once, while all sessions observe; what several of them measure in one tensor is measured once."""
+    with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
+        for session in sessions:
+            session.attach(shares_calls_with=sessions[0])
+            stack.callback(session.detach)
+        if sessions:
+            for batch in batches:
+                call_on(model, batch)
 
 
 def _twin(module: nn.Module) -> nn.Module:
@@ -351,12 +378,14 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
             sets[target.name] = {target.name}
     for session in sessions.values():
         for fused in session.result.fused if session.result else ():
-            union = set().union(*(sets[name] for name in fused))
+            union: set[str] = set()
+            for name in fused:
+                union |= sets[name]
             sets.update(dict.fromkeys(union, union))
     module_names = [name for name, _ in model.named_modules() if name in sets]
     groups: dict[tuple[str, ...], None] = {}
-    for first in module_names:
-        group = tuple(name for name in module_names if name in sets[first])
+    for module_name in module_names:
+        group = tuple(name for name in module_names if name in sets[module_name])
         groups[group] = None
     return list(groups)
 
@@ -364,15 +393,15 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
 @torch.no_grad()
 def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
     """The sum of squared relative errors of weights, by scheme and modules."""
-    errors: dict[tuple[str, str], float] = {}  # by scheme and module
+    errors: dict[str, dict[str, float]] = {}  # by scheme and module
     for name, twins_of_module in twins.items():
         with weights_shared(model.get_submodule(name), twins_of_module.values()):
             for scheme, twin in twins_of_module.items():
-                errors[scheme, name] = _weight_error(twin)
+                errors.setdefault(scheme, {})[name] = _weight_error(twin)
     losses: Losses = {}
-    for scheme in {scheme for scheme, _ in errors}:
+    for scheme, errors_of_modules in errors.items():
         for group in groups:
-            losses[scheme, group] = sum(errors.get((scheme, name), 0.0) for name in group)
+            losses[scheme, group] = sum(errors_of_modules.get(name, 0.0) for name in group)
     return losses
 
 
@@ -396,6 +425,8 @@ def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], los
         for scheme in sizes:
             twin = twins.get(name, {}).get(scheme)
             stored = {"weight": weight} if twin is None else stored_layout(twin)
-            sizes[scheme] += sum(value.nbytes for key, value in stored.items() if key != "bias")
+            for key, value in stored.items():
+                if key != "bias":
+                    sizes[scheme] += value.nbytes
     losses_of_group = {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}
     return Group(names, number, losses_of_group, sizes)
