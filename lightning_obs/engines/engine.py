@@ -17,7 +17,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, require_choice, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.moe.experts import linear_experts
-from lightning_obs.schemes.planned_modules import PlannedModule
+from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
 
 FusedSets = Sequence[Sequence[str]]
 
@@ -35,7 +35,7 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that runs a checkpoint."""
+    """The hardware that runs a checkpoint: an engine's answer to :meth:`Engine.takes` and :meth:`Engine.check`."""
 
     cuda: int | None = None  # least compute capability, times ten; None: no kernel for CUDA
     cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "Apple silicon"; empty: none
@@ -48,6 +48,7 @@ class Hardware:
         return ", ".join(kinds) or "no hardware"
 
     def _upper_end(self) -> str:
+        """The end of the range of compute capabilities, in words that follow its beginning."""
         if self.last is None:
             return " or newer"
         return "" if self.last == self.cuda else f" to {self.last / 10:.1f}"
@@ -60,7 +61,10 @@ class Hardware:
         if self.cuda is None or second.cuda is None:
             return Hardware(None, cpu)
         cuda = max(self.cuda, second.cuda)
-        last = min((end for end in (self.last, second.last) if end is not None), default=None)
+        if self.last is None or second.last is None:
+            last = self.last if second.last is None else second.last
+        else:
+            last = min(self.last, second.last)
         if last is not None and last < cuda:
             return Hardware(None, cpu)
         return Hardware(cuda, cpu, last)
@@ -83,9 +87,34 @@ class PlannedCheckpoint:
     targets: list[PlannedModule]
     own_sets: FusedSets = ()
 
+    @property
+    def modules(self) -> list[PlannedModule]:
+        """The targets with weights or inputs to quantize, without attention whose states are quantized."""
+        return [target for target in self.targets if not target.states]
+
+    @property
+    def attention_names(self) -> list[str]:
+        """The names of attention modules whose states are quantized."""
+        return [target.name for target in self.targets if target.states]
+
+    @property
+    def target_names(self) -> set[str]:
+        """The names of all targets."""
+        return {target.name for target in self.targets}
+
+    @property
+    def has_several_schemes(self) -> bool:
+        """Whether the targets have more than one scheme."""
+        identities = {scheme_identity(target.scheme) for target in self.targets}
+        return len(identities) > 1
+
 
 class Engine:
-    """An inference engine. The base class takes every checkpoint: ``engines="unchecked"``."""
+    """An inference engine. The base class takes every checkpoint: ``engines="unchecked"``.
+
+    :func:`ask_engines` calls ``check`` and ``remarks``; ``check`` calls ``takes`` for each module. ``config_names`` and
+    ``matches_class`` are called while a checkpoint's config is written (``checkpoint/quantization_config.py``).
+    """
 
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
     #: attribute names, under one parent, of modules that are one matrix there: they share global scales and one scheme
@@ -164,7 +193,8 @@ def ask_engines(
 ) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    A model that is not of transformers has no verdicts: only the target is asked about it.
+    Called when the modules of a session are planned, before any data. A model that is not of transformers has no
+    verdicts: only the target is asked about it.
 
     Args:
         planned: the checkpoint.

@@ -25,7 +25,7 @@ REMEDY = 'choose another scheme (docs/engines.md lists them), list the modules i
 
 
 def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
-    """A predicate of quantization arguments; None (full precision) never fits.
+    """A predicate of quantization arguments, for a :class:`Family`; None (full precision) never fits.
 
     Args:
         numbers: the number formats that fit, separated by spaces (``"int4 int8"``).
@@ -33,12 +33,15 @@ def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
         **fields: further fields of the arguments, each with the value that fits, or a tuple of such values.
     """
     formats = numbers.split()
-    values_by_field = {name: value if isinstance(value, tuple) else (value,) for name, value in fields.items()}
 
     def predicate(args: QuantizationArgs | None) -> bool:
         if args is None or number_format(args) not in formats or args.strategy not in strategies:
             return False
-        return all(getattr(args, name) in values for name, values in values_by_field.items())
+        for name, value in fields.items():
+            values = value if isinstance(value, tuple) else (value,)
+            if getattr(args, name) not in values:
+                return False
+        return True
 
     return predicate
 
@@ -107,17 +110,18 @@ class FamilyEngine(Engine):
         if not is_transformers_model(planned.model):
             kind = type(planned.model).__name__
             raise CalibrationError(f"{self.name} does not load a {kind}", expected="a model of transformers")
-        modules = [target for target in planned.targets if not target.states]
-        refuse(
-            [str(target) for target in modules if kind_of(target.module).stored_as not in self.stored],
-            f"{self.release} loads quantized {' and '.join(kind.__name__ for kind in self.stored)} modules, no others",
-            remedy=REMEDY,
-        )
-        refuse(
-            [target.name for target in planned.targets if target.states and self.states is None],
-            f"{self.release} does not load a quantized kv cache",
-            remedy="leave the kv cache in full precision.",
-        )
+        kinds = " and ".join(kind.__name__ for kind in self.stored)
+        of_other_kinds = []
+        for target in planned.modules:
+            if kind_of(target.module).stored_as not in self.stored:
+                of_other_kinds.append(str(target))
+        refuse(of_other_kinds, f"{self.release} loads quantized {kinds} modules, no others", remedy=REMEDY)
+        if self.states is None:
+            refuse(
+                planned.attention_names,
+                f"{self.release} does not load a quantized kv cache",
+                remedy="leave the kv cache in full precision.",
+            )
         return super().check(planned)
 
     @override
@@ -126,8 +130,9 @@ class FamilyEngine(Engine):
             return self.states
         family = self.family_of(target.scheme)
         if family is None or (is_expert and family.experts is None):
+            modules = "experts" if is_expert else "modules"
             raise CalibrationError(
-                f"{self.release} has nothing that loads {'experts' if is_expert else 'modules'} in this scheme",
+                f"{self.release} has nothing that loads {modules} in this scheme",
                 where=[target.name],
                 got=describe_scheme(target.scheme),
                 remedy=REMEDY,

@@ -16,7 +16,6 @@ from lightning_obs.engines import families as fit
 from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.engines.families import Family, FamilyEngine, either, fits, full
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.planned_modules import scheme_identity
 
 _ANY = Hardware(cpu="any hardware")
 _INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
@@ -43,15 +42,15 @@ class LlamaCpp(FamilyEngine):
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         hardware = super().check(planned)
-        modules = [target for target in planned.targets if not target.states]
+        modules = planned.modules
         if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):
             return hardware
         refuse(
-            [target.name for target in planned.targets if target.states],
+            planned.attention_names,
             f"{self.release} has no names for the scales of a kv cache",
             remedy="leave the cache in full precision; llama.cpp quantizes its own (--cache-type-k).",
         )
-        if len({scheme_identity(target.scheme) for target in modules}) > 1:
+        if planned.has_several_schemes:
             raise CalibrationError(
                 f"{self.release} reads one scheme, not several", remedy="use one scheme for all modules, or only NVFP4."
             )

@@ -6,7 +6,7 @@ Every case was tried with compressed-tensors 0.20 and transformers 5.23.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from lightning_obs.model.module_qparams import storage_format
 from lightning_obs.model.weight import matrix_shape
 from lightning_obs.moe.experts import SortedExperts, fused_experts, linear_experts, split_experts
 from lightning_obs.schemes.config import number_format
-from lightning_obs.schemes.planned_modules import PlannedModule, scheme_identity
+from lightning_obs.schemes.planned_modules import PlannedModule
 
 _UNCHECKED = 'set engines="vllm" if vLLM will load it, or engines="unchecked".'
 _DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensorsConfig(dequantize=True)'
@@ -43,41 +43,25 @@ class Transformers(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        targets = planned.targets
         in_transformers = is_transformers_model(planned.model)
-        packed = {target.name for target in targets if "pack" in storage_format(nn.Linear, target.scheme)}
+        packed = set()
+        for target in planned.targets:
+            if "pack" in storage_format(nn.Linear, target.scheme):
+                packed.add(target.name)
         if in_transformers:
-            # compressed-tensors cannot store these: from_pretrained would give the model unquantized, without a word.
-            refuse(
-                [str(target) for target in targets if not target.states and not kind_of(target.module).stored_as],
-                "transformers loads quantized Linear and Embedding modules only, and would leave these in full "
-                "precision",
-                remedy='list them in `ignore`, or set engines="unchecked" and load it with load_checkpoint.',
-            )
-            run_quantized = [] if self.dequantize else [target for target in targets if not target.states]
-            refuse(
-                [str(target) for target in run_quantized if _takes_several_arguments(target.module)],
-                "compressed-tensors gives a loaded module one argument, and the forward of these has more",
-                remedy=f"list them in `ignore`, or {_UNCHECKED}",
-            )
-            _check_layout(planned.model, targets, packed)
-            _check_experts(planned.model, targets, self.dequantize)
+            _check_kinds(planned)
+            if not self.dequantize:
+                _check_arguments(planned)
+            _check_layout(planned, packed)
+            _check_experts(planned, self.dequantize)
         if self.dequantize:
-            _check_dequantized(planned.model, targets, in_transformers)
+            _check_dequantized(planned, in_transformers)
             return None
-        for target in targets:
+        for target in planned.targets:
             if target.scheme.weights is not None:
                 _check_weight(target, target.scheme.weights, in_transformers)
-        fault = initializer_fault(planned.model, packed) if packed else None
-        if fault is not None:
-            raise CalibrationError(
-                f"transformers 5.23 cannot load packed weights of {type(planned.model).__name__}, which initializes "
-                "weights while it loads",
-                where=[fault[0]],
-                got=fault[1],
-                remedy=f"list it, or the modules in it, in `ignore`, {_DEQUANTIZED}), use a scheme that is not packed "
-                f"(FP8, INT8), or {_UNCHECKED}",
-            )
+        if packed:
+            _check_initializer(planned.model, packed)
         return None
 
 
@@ -89,32 +73,77 @@ class Dequantized(Transformers):
     dequantize = True
 
 
-def _takes_several_arguments(module: nn.Module) -> bool:
-    return len(inspect.signature(type(module).forward).parameters) > 2
+def _check_kinds(planned: PlannedCheckpoint) -> None:
+    """Refuse modules that compressed-tensors cannot store: from_pretrained would silently leave them unquantized."""
+    not_stored = [str(target) for target in planned.modules if not kind_of(target.module).stored_as]
+    refuse(
+        not_stored,
+        "transformers loads quantized Linear and Embedding modules only, and would leave these in full precision",
+        remedy='list them in `ignore`, or set engines="unchecked" and load it with load_checkpoint.',
+    )
 
 
-def _check_dequantized(model: nn.Module, targets: list[PlannedModule], in_transformers: bool) -> None:
+def _check_arguments(planned: PlannedCheckpoint) -> None:
+    """Refuse modules whose forward takes several arguments: its quantized form takes one."""
+    with_several = []
+    for target in planned.modules:
+        signature = inspect.signature(type(target.module).forward)
+        if len(signature.parameters) > 2:  # self and the input
+            with_several.append(str(target))
+    refuse(
+        with_several,
+        "compressed-tensors gives a loaded module one argument, and the forward of these has more",
+        remedy=f"list them in `ignore`, or {_UNCHECKED}",
+    )
+
+
+def _check_initializer(model: nn.Module, packed: Collection[str]) -> None:
+    """Refuse packed weights of a model that initializes weights while it loads."""
+    fault = initializer_fault(model, packed)
+    if fault is None:
+        return
+    module_name, problem = fault
+    raise CalibrationError(
+        f"transformers 5.23 cannot load packed weights of {type(model).__name__}, which initializes weights while it "
+        "loads",
+        where=[module_name],
+        got=problem,
+        remedy=f"list it, or the modules in it, in `ignore`, {_DEQUANTIZED}), use a scheme that is not packed "
+        f"(FP8, INT8), or {_UNCHECKED}",
+    )
+
+
+def _owners(tensor_names: Iterable[str]) -> list[str]:
+    """The names of the modules that have these tensors, each once."""
+    owners: dict[str, None] = {}
+    for tensor_name in tensor_names:
+        owner, _, _ = tensor_name.rpartition(".")
+        owners[owner] = None
+    return list(owners)
+
+
+def _check_dequantized(planned: PlannedCheckpoint, in_transformers: bool) -> None:
     """Refuse attention states, converted weights, several schemes, and zero points in one packed row."""
     refuse(
-        [target.name for target in targets if target.states],
+        planned.attention_names,
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
         remedy=f'engines="transformers", leave the kv cache in full precision, or {_UNCHECKED}',
     )
     if not in_transformers:
         return
-    weight_names = [f"{target.name}.weight" for target in targets]
+    weight_names = [f"{target.name}.weight" for target in planned.targets]
     refuse(
-        [name.rpartition(".")[0] for name in converted(model, weight_names)],
+        _owners(converted(planned.model, weight_names)),
         "transformers 5.23 cannot dequantize weights that it merges, splits or reorders while it loads them",
         remedy=f'list them in `ignore`, engines="transformers", or {_UNCHECKED}',
     )
-    if len({scheme_identity(t.scheme) for t in targets}) > 1:
+    if planned.has_several_schemes:
         raise CalibrationError(
             "transformers cannot dequantize a checkpoint with several schemes",
             remedy=f'engines="transformers", or {_UNCHECKED}',
         )
     refuse(
-        [target.name for target in targets if _packs_zero_points_into_one_row(target)],
+        [target.name for target in planned.targets if _packs_zero_points_into_one_row(target)],
         "compressed-tensors 0.20 cannot unpack 4-bit zero points of groups where there are at most 8 output rows",
         remedy=f"list them in `ignore`, use a symmetric scheme (W4A16), or {_UNCHECKED}",
     )
@@ -169,20 +198,20 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
 # ---------------------------------------------------------------------- weights that are merged or split
 
 
-def _check_layout(model: nn.Module, targets: list[PlannedModule], packed: Collection[str]) -> None:
+def _check_layout(planned: PlannedCheckpoint, packed: Collection[str]) -> None:
     """Refuse packed weights that transformers reorders, and full-precision weights that it merges or splits.
 
     While it loads them, merged and split weights pass a reader of the scheme's format. Only FP8's reader takes weights
     without a scale, and none can split them.
     """
-    planned = {target.name for target in targets}
+    model = planned.model
     packed_shapes = [f"{name}.weight_shape" for name in packed]
     refuse(
-        [name.rpartition(".")[0] for name in converted(model, packed_shapes, "Permute")],
+        _owners(converted(model, packed_shapes, "Permute")),
         "transformers 5.23 reorders the rows of these weights while it loads them, and cannot if they are packed",
         remedy=f"list them in `ignore`, use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
     )
-    merged, split = dequantized_weights(model, planned)
+    merged, split = dequantized_weights(model, planned.target_names)
     refuse(
         split,
         "transformers 5.23 splits these weights of its files, and cannot do so in a quantized checkpoint where the "
@@ -197,19 +226,31 @@ def _check_layout(model: nn.Module, targets: list[PlannedModule], packed: Collec
         "these experts random weights",
         remedy=f"call linearize_experts(model) first (`ignore` may still list them), or {_UNCHECKED}",
     )
-    in_float = [name for name in linearized if not any(target.startswith(f"{name}.") for target in planned)]
-    merged_experts = stacked_weights(model, [f"{name}.down_proj" for name in in_float])
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in [*merged_experts, *merged])
-    _check_formats_beside(model, list(owners), targets, experts={*stacked, *linearized})
+    merged_weights = [*_stacked_down_projections(model, _experts_in_float(planned)), *merged]
+    _check_formats_beside(_owners(merged_weights), planned.targets, experts={*stacked, *linearized})
 
 
-def _check_formats_beside(
-    model: nn.Module, in_float: list[str], targets: list[PlannedModule], experts: Collection[str]
-) -> None:
+def _experts_in_float(planned: PlannedCheckpoint) -> list[str]:
+    """The names of linearized experts of which nothing is quantized."""
+    target_names = planned.target_names
+    in_float = []
+    for container in linear_experts(planned.model):
+        prefix = f"{container}."
+        if not any(name.startswith(prefix) for name in target_names):
+            in_float.append(container)
+    return in_float
+
+
+def _stacked_down_projections(model: nn.Module, containers: Iterable[str]) -> list[str]:
+    """The parameters ``container.down_proj`` into which transformers stacks the experts' weights of its files."""
+    return list(stacked_weights(model, [f"{container}.down_proj" for container in containers]))
+
+
+def _check_formats_beside(in_float: list[str], targets: list[PlannedModule], experts: Collection[str]) -> None:
     """Refuse weights in full precision that are merged (``in_float``) beside modules of another format than FP8."""
-    weight_schemes = [target.scheme for target in targets if target.scheme.weights is not None]
-    schemes = weight_schemes or [target.scheme for target in targets]
-    schemes = [scheme for scheme in schemes if number_format(scheme.weights) != "float8"]
+    all_schemes = [target.scheme for target in targets]
+    weight_schemes = [scheme for scheme in all_schemes if scheme.weights is not None]
+    schemes = [scheme for scheme in weight_schemes or all_schemes if number_format(scheme.weights) != "float8"]
     if not in_float or not schemes:
         return
     remedy = f"use FP8 for the other modules, or {_UNCHECKED}"
@@ -227,33 +268,36 @@ def _check_formats_beside(
 # ---------------------------------------------------------------------- experts
 
 
-def _check_experts(model: nn.Module, targets: list[PlannedModule], dequantize: bool) -> None:
+def _check_experts(planned: PlannedCheckpoint, dequantize: bool) -> None:
     """Refuse experts that transformers 5.23 does not load back with the same numbers.
 
     It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
     ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
     loader knows can be read.
     """
-    containers = [name for name, experts in linear_experts(model).items() if not isinstance(experts, SortedExperts)]
-    stacked_names = stacked_weights(model, [f"{name}.down_proj" for name in containers])
-    stacked = {name.rpartition(".")[0] for name in stacked_names}
+    model = planned.model
+    containers = []
+    for name, experts in linear_experts(model).items():
+        if not isinstance(experts, SortedExperts):
+            containers.append(name)
+    stacked = _owners(_stacked_down_projections(model, containers))
     refuse(
         [name for name in containers if name not in stacked],
         f"transformers 5.23 loads no experts one by one into {type(model).__name__}",
         remedy="list them in `ignore` and do not call linearize_experts, or " + _UNCHECKED,
     )
     prefixes = tuple(f"{name}." for name in containers)
-    expert_targets = [target for target in targets if target.name.startswith(prefixes)]
+    expert_targets = [target for target in planned.targets if target.name.startswith(prefixes)]
     if not expert_targets:
         return
     refuse(
-        split_experts(model, {target.name for target in targets}),
+        split_experts(model, planned.target_names),
         "transformers 5.23 stacks the experts of a layer while it loads them, so all of them have to be quantized",
         remedy=f"target or ignore all experts of a layer together, or {_UNCHECKED}",
     )
     for target in expert_targets:
         _check_expert(target, dequantize)
-    if len({scheme_identity(target.scheme) for target in targets}) > 1:
+    if planned.has_several_schemes:
         raise CalibrationError(
             "transformers 5.23 loads all experts with one scheme, and dequantizes nothing where there are several",
             where=[expert_targets[0].name],

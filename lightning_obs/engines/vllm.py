@@ -137,7 +137,7 @@ class VLLM(FamilyEngine):
                 where=split_sets,
                 remedy=together,
             )
-        target_names = {target.name for target in planned.targets}
+        target_names = planned.target_names
         experts = split_experts(planned.model, target_names)
         if experts:
             yield CalibrationError(
@@ -168,16 +168,16 @@ def _refused_cache_formats(planned: PlannedCheckpoint) -> dict[str, str]:
 
 def _split_sets(planned: PlannedCheckpoint, fused_sets: FusedSets) -> list[str]:
     """Fused sets that would be quantized in part: ``"q_proj/k_proj/v_proj in layers.0.self_attn"``."""
-    target_names = {target.name for target in planned.targets}
+    target_names = planned.target_names
     classes = {type(target.module) for target in planned.targets}
     names = [name for name, module in planned.model.named_modules() if type(module) in classes]
     split: list[str] = []
     for members in find_fused(names, fused_sets):
-        quantized = sum(name in target_names for name in members)
-        if 0 < quantized < len(members):
-            parent = members[0].rpartition(".")[0]
-            attributes = "/".join(name.rpartition(".")[2] for name in members)
-            split.append(f"{attributes} in {parent}")
+        quantized = target_names.intersection(members)
+        if quantized and len(quantized) < len(members):
+            parent, _, _ = members[0].rpartition(".")
+            attributes = [name.removeprefix(f"{parent}.") for name in members]
+            split.append(f"{'/'.join(attributes)} in {parent}")
     return split
 
 
