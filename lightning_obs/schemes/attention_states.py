@@ -100,7 +100,7 @@ def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: st
 def find_states(
     model: nn.Module, config: QuantizationConfig, by_target: Mapping[str, QuantizationScheme]
 ) -> list[PlannedModule]:
-    """The attention modules whose states ``config`` quantizes, checked without data.
+    """The attention modules whose states ``config`` quantizes, checked without data; called by ``build_plan``.
 
     A group reaches them by compressed-tensors' rule: a pattern that also matches a parent or children
     (``re:.*self_attn.*``) does not target the attention module.
@@ -128,7 +128,10 @@ def find_states(
     assert args is not None  # _check_schemes
     _check_scales(model, args, list(cached))
     states = {base_name: state_args(config, args, base_name) for base_name in base_names}
-    return [PlannedModule(name, module, groups.get(name, scheme), states) for name, module in cached.items()]
+    targets = []
+    for name, module in cached.items():
+        targets.append(PlannedModule(name, module, groups.get(name, scheme), states))
+    return targets
 
 
 def _groups_of(
@@ -161,6 +164,7 @@ def _warn_ignored_attention(cached: Mapping[str, nn.Module], ignore: Sequence[st
 
 
 def _attention_names(model: nn.Module) -> list[str]:
+    """The names of the modules whose class is an attention by its name."""
     return [name for name, module in model.named_modules() if "attention" in type(module).__name__.lower()]
 
 
@@ -195,7 +199,8 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
     for name, group in groups.items():
         if group.weights is not None or group.output_activations is not None:
             with_weights.append(name)
-    if with_weights or any(group.input_activations is None for group in groups.values()):
+    inputs = [group.input_activations for group in groups.values()]
+    if with_weights or None in inputs:
         raise CalibrationError(
             "an attention module has states to quantize, no weights and no outputs",
             where=with_weights or list(groups),
@@ -203,7 +208,7 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
             remedy="target its projections (`re:.*self_attn.*_proj$`) with the weights' scheme.",
         )
     formats: set[str] = set()
-    for args in (*(group.input_activations for group in groups.values()), kv):
+    for args in (*inputs, kv):
         if args is not None:
             formats.add(args.model_dump_json(exclude={"observer", "observer_kwargs"}))
     if len(formats) > 1:
@@ -228,8 +233,11 @@ def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, Q
         "q is quantized in every attention module of a model or in none",
         remedy="target them all, or quantize k and v only (kv_cache=...).",
     )
-    configs = [model.config, *(getattr(module, "config", model.config) for module in cached.values())]
-    used = sorted({str(config._attn_implementation) for config in configs})
+    implementations = {str(model.config._attn_implementation)}
+    for module in cached.values():
+        config = getattr(module, "config", model.config)
+        implementations.add(str(config._attn_implementation))
+    used = sorted(implementations)
     if used in (["eager"], ["None"]) or len(used) > 1:
         raise CalibrationError(
             "compressed-tensors quantizes q in models with one attention function of transformers' registry, of which "
@@ -240,6 +248,7 @@ def _check_q(model: Any, cached: Mapping[str, nn.Module], groups: Mapping[str, Q
 
 
 def _has_submodule_in(name: str, names: Sequence[str]) -> bool:
+    """Whether one of the names is below the module ``name``."""
     return any(candidate.startswith(f"{name}.") for candidate in names)
 
 
@@ -270,4 +279,5 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
 
 
 def _names_attention(pattern: str) -> bool:
+    """Whether a target or an entry of ``ignore`` is the name or class of attention modules, by how it ends."""
     return pattern.rstrip("$)").lower().endswith(("attention", "attn"))

@@ -8,7 +8,7 @@ perhaps not intended. Whether an engine loads the checkpoint is asked afterwards
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
@@ -41,6 +41,8 @@ _READS: dict[str, tuple[str, ...]] = {
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
     """Find the modules to quantize, and check them without data.
 
+    Called when an observation begins and when a checkpoint is loaded.
+
     Args:
         model: the module whose ``named_modules`` the targets name.
         config: the user's request; it is copied.
@@ -65,25 +67,33 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     _check_any_left(model, targets, list(groups_by_target), ignore)
     _warn_idle_targets(targets, groups_by_target)
     check_targets(model, targets)
-    fused = find_fused((target.name for target in targets), fused_sets)
+    fused = find_fused(_names(targets), fused_sets)
     _check_fused_schemes(targets, fused)
     warn_cast_buffers(model)
     warn_left_in_float(model, targets, groups_by_target, ignore)
     return Plan(config, targets, fused, left_out)
 
 
+def _names(targets: Iterable[PlannedModule]) -> list[str]:
+    """The names of planned modules."""
+    return [target.name for target in targets]
+
+
+def _with_weights(targets: Sequence[PlannedModule]) -> list[PlannedModule]:
+    """The planned modules whose weights will be quantized."""
+    return [target for target in targets if target.scheme.weights is not None]
+
+
 def _groups_by_target(config: QuantizationConfig) -> dict[str, QuantizationScheme]:
     """The group of each target; a target of two groups is refused."""
-    counts: Counter[str] = Counter()
     groups_by_target: dict[str, QuantizationScheme] = {}
+    repeated: set[str] = set()
     for group in config_groups(config):
-        counts.update(group.targets)
-        groups_by_target |= dict.fromkeys(group.targets, group)
-    refuse(
-        sorted(target for target, count in counts.items() if count > 1),
-        "a target is in two groups",
-        remedy="keep it in one of them.",
-    )
+        for target in group.targets:
+            if target in groups_by_target:
+                repeated.add(target)
+            groups_by_target[target] = group
+    refuse(sorted(repeated), "a target is in two groups", remedy="keep it in one of them.")
     return groups_by_target
 
 
@@ -94,7 +104,7 @@ def _add_matching_modules(
     ignore: Sequence[str],
 ) -> set[str]:
     """Add the modules that the targets match to ``targets``; returns the names of those that match by their class."""
-    planned_or_inner = {target.name for target in targets} | inside_adapted(model)
+    planned_or_inner = {*_names(targets), *inside_adapted(model)}
     selected_by_class: set[str] = set()
     for name, module in match_named_modules(model, groups_by_target, ignore):
         if name in planned_or_inner:
@@ -112,13 +122,17 @@ def _add_matching_modules(
 def _check_any_left(
     model: nn.Module, targets: Sequence[PlannedModule], target_names: list[str], ignore: list[str]
 ) -> None:
+    """Refuse a plan without modules; the error names the classes that could be quantized."""
     if targets:
         return
-    classes = sorted({type(module).__name__ for module in model.modules() if matrix_shape(module) is not None})
+    classes: set[str] = set()
+    for module in model.modules():
+        if matrix_shape(module) is not None:
+            classes.add(type(module).__name__)
     raise CalibrationError(
         "nothing is left to quantize",
         got=f"targets {target_names}, all of them matched by ignore {ignore}",
-        expected=f"a target that `ignore` leaves, among {', '.join(classes)}",
+        expected=f"a target that `ignore` leaves, among {', '.join(sorted(classes))}",
     )
 
 
@@ -161,9 +175,10 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
     for name, module in fused_experts(model).items():
         if is_match(name, module, ignore):
             continue
-        names_as_linear = [f"{name}.0.{projection}" for projection in projections[name].values()]
-        if any(is_match(linear_name, linear, targets, ignore) for linear_name in names_as_linear):
-            unreached.append(f"{name} ({type(module).__name__})")
+        for projection in projections[name].values():
+            if is_match(f"{name}.0.{projection}", linear, targets, ignore):
+                unreached.append(f"{name} ({type(module).__name__})")
+                break
     refuse(
         unreached,
         "experts are stacked in 3-D parameters, so no target reaches them and they would stay in full precision",
@@ -183,7 +198,7 @@ def unsuited(model: nn.Module, targets: Sequence[PlannedModule], selected_by_cla
     pattern is refused later.
     """
     reasons: dict[str, str] = {}
-    planned = {id(target.module) for target in targets if target.scheme.weights is not None}
+    planned = {id(target.module) for target in _with_weights(targets)}
     for sharing in _shared_weights(model):
         embedding = _unplanned_embedding(sharing, planned)
         for name, module in sharing:
@@ -214,7 +229,8 @@ def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[Planne
         attributes = _READS.get(class_name, ())
         if isinstance(module, nn.MultiheadAttention):
             attributes = ("out_proj",)
-        uncalled.update(id(getattr(module, attribute, None)) for attribute in attributes)
+        for attribute in attributes:
+            uncalled.add(id(getattr(module, attribute, None)))
     return [target for target in targets if id(target.module) in uncalled]
 
 
@@ -231,32 +247,30 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     """Refuse modules that cannot be quantized as their scheme says; the error names the first problem."""
     refuse(
-        [target.name for target in _uncalled(model, targets)],
+        _names(_uncalled(model, targets)),
         "code of the model reads the weights of these modules without calling them, so they cannot be quantized",
         remedy="target the class (Linear), which leaves them out, or list them in `ignore`.",
     )
     _check_adapters(model, targets)
     refuse(
-        [target.name for target in targets if _is_unhooked_attention(target)],
+        _names(filter(_is_unhooked_attention, targets)),
         "attention that compressed-tensors cannot quantize: it finds no kv cache there",
         expected="a module with k_proj and v_proj that is called with past_key_values",
         remedy="target the Linear modules.",
     )
     refuse(
-        [target.name for target in targets if _is_quantized(target.module)],
+        _names(filter(_is_quantized, targets)),
         "already quantized, its weights are on another grid",
         expected="a model in full precision",
         remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
     )
-    indexed = [target for target in targets if kind_of(target.module).reads_indices]
     refuse(
-        [target.name for target in indexed if target.scheme.input_activations is not None],
+        _names(filter(_has_quantized_indices, targets)),
         "an Embedding's input is token indices and cannot be quantized",
         remedy="give embeddings a weight-only group of their own.",
     )
-    weighted = [target for target in targets if target.scheme.weights is not None]
-    _check_weights(weighted)
-    _check_shared(model, weighted)
+    _check_weights(_with_weights(targets))
+    _check_shared(model, _with_weights(targets))
     _check_group_sizes(targets)
 
 
@@ -266,8 +280,14 @@ def _is_unhooked_attention(target: PlannedModule) -> bool:
     return not is_known and "Attention" in type(target.module).__name__
 
 
-def _is_quantized(module: nn.Module) -> bool:
-    return getattr(module, "quantization_status", None) in ("compressed", "decompressed")
+def _is_quantized(target: PlannedModule) -> bool:
+    """Whether transformers loaded the module from a quantized checkpoint."""
+    return getattr(target.module, "quantization_status", None) in ("compressed", "decompressed")
+
+
+def _has_quantized_indices(target: PlannedModule) -> bool:
+    """Whether the scheme quantizes inputs of a module that reads token indices."""
+    return kind_of(target.module).reads_indices and target.scheme.input_activations is not None
 
 
 def _check_weights(weighted: Sequence[PlannedModule]) -> None:
@@ -302,9 +322,12 @@ def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
             expected="adapters of LoRA on Linear modules, and the model inside peft's wrapper (get_base_model())",
             remedy="merge them first: model = model.merge_and_unload().",
         )
-    adapted = [target for target in targets if adapters_of(target.module) is not None]
+    in_shards: list[str] = []
+    for target in targets:
+        if adapters_of(target.module) is not None and unit_of(target.module) is not None:
+            in_shards.append(target.name)
     refuse(
-        [target.name for target in adapted if unit_of(target.module) is not None],
+        in_shards,
         "adapters beside weights that FSDP1 shards are not supported",
         remedy="merge them first: model = model.merge_and_unload(), or use FSDP2 or DDP.",
     )
@@ -314,8 +337,12 @@ def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
     """Refuse weights that several modules share (tied)."""
     planned = {id(target.module) for target in weighted}
     for sharing in _shared_weights(model):
-        planned_names = [name for name, module in sharing if id(module) in planned]
-        tied_to = [name for name, _ in sharing if name not in planned_names] or planned_names[1:]
+        planned_names: list[str] = []
+        other_names: list[str] = []
+        for name, module in sharing:
+            names = planned_names if id(module) in planned else other_names
+            names.append(name)
+        tied_to = other_names or planned_names[1:]
         refuse(
             planned_names,
             f"shares its weight with {name_list(tied_to)} (tied); quantizing it would quantize both or untie them",
@@ -409,7 +436,7 @@ def warn_left_in_float(
     ``ignore`` asks for it, and so do targets other than the default, the class ``Linear``, which matches little of a
     convolutional net. Embeddings of a transformers model usually stay, and do not count.
     """
-    weighted = [target for target in targets if target.scheme.weights is not None]
+    weighted = _with_weights(targets)
     has_default_targets = groups_by_target.keys() == {"Linear"}
     if not weighted or not has_default_targets or any(unit_of(target.module) for target in weighted):
         return
@@ -417,8 +444,10 @@ def warn_left_in_float(
     sizes: Counter[str] = Counter()  # bytes by class
     candidates: dict[str, list[PlannedModule]] = {}
     for name, module in model.named_modules():
-        parameters = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in intended]
-        size = sum(parameter.nbytes for parameter in parameters)
+        size = 0
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) not in intended:
+                size += parameter.nbytes
         if size:
             class_name = type(module).__name__
             sizes[class_name] += size
@@ -443,12 +472,12 @@ def _parameters_in_intended_precision(
     model: nn.Module, weighted: Sequence[PlannedModule], ignore: list[str]
 ) -> set[int]:
     """Ids of the parameters that are quantized, or stay in full precision as the user asked."""
-    modules = [module for name, module in model.named_modules() if is_match(name, module, ignore)]
-    if is_transformers_model(model):
-        modules += [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    keeps_embeddings = is_transformers_model(model)
     parameters: set[int] = set()
-    for module in modules:
-        parameters.update(map(id, module.parameters()))
+    for name, module in model.named_modules():
+        is_usual = keeps_embeddings and isinstance(module, nn.Embedding)
+        if is_usual or is_match(name, module, ignore):
+            parameters.update(map(id, module.parameters()))
     for target in weighted:
         parameters.update(map(id, target.module.parameters(recurse=False)))
     return parameters

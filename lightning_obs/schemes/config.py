@@ -82,7 +82,7 @@ def resolve_config(
     kv_cache: KVCacheLike = None,
     rounding: RoundingLike = None,
 ) -> QuantizationConfig:
-    """Make one ``QuantizationConfig`` of a scheme and options (see :class:`~lightning_obs.CalibrationOptions`).
+    """Make one ``QuantizationConfig`` of a scheme and options; :class:`~lightning_obs.CalibrationOptions` calls it.
 
     A scheme is a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
     ``input_activations`` / ``output_activations``, with ``"preset"`` among them of the fields that differ from that
@@ -111,7 +111,7 @@ def resolve_config(
     if observers is None:
         observers = {}
     assert not isinstance(observers, str)  # _refuse_several_observers
-    if any(observers.get(base_name) for base_name in ATTENTION):
+    if any(map(observers.get, ATTENTION)):
         config = StatesConfig(**dict(config), state_observers={})
     _set_observers(config, observers)
     if rounding is not None:
@@ -225,6 +225,7 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
 
 
 def _or_default(targets: list[str] | None) -> list[str]:
+    """The user's targets, or the default ones."""
     return targets or [*DEFAULT_TARGETS]
 
 
@@ -315,7 +316,7 @@ def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any]) -> 
 
 def _set_observer(config: QuantizationConfig, base_name: str, name: str, hyperparameters: dict[str, Any]) -> None:
     """Give one observer to all tensors of a base name whose ranges are observed."""
-    observed = [args for owner, args in _all_args(config) if owner == base_name and args.dynamic is not True]
+    observed = [args for args in _args_of(config, base_name) if args.dynamic is not True]
     if not observed:
         remedy = "choose a scheme that needs it (INT8_STATIC and FP8 calibrate inputs)."
         if base_name in ATTENTION:
@@ -337,7 +338,7 @@ def _set_observer(config: QuantizationConfig, base_name: str, name: str, hyperpa
 
 def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
     """Round the weights of all groups in one way."""
-    weights = [args for base_name, args in _all_args(config) if base_name == "weight"]
+    weights = _args_of(config, "weight")
     if not weights:
         raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
     for args in weights:
@@ -365,20 +366,33 @@ def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArg
         yield "v", config.kv_cache_scheme
 
 
+def _args_of(config: QuantizationConfig, base_name: str) -> list[QuantizationArgs]:
+    """The arguments of every tensor of a base name that a config quantizes."""
+    args_of_tensors = []
+    for name, args in _all_args(config):
+        if name == base_name:
+            args_of_tensors.append(args)
+    return args_of_tensors
+
+
 def observer_name(base_name: str, args: QuantizationArgs) -> str:
     """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
     return str(args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax"))
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """The observer of a tensor."""
+    """The observer of a tensor.
+
+    Called here once for each tensor of a scheme, so that a wrong hyperparameter is refused, and for each planned
+    module when an observation begins.
+    """
     observer: Observer = Observer.load_from_registry(observer_name(base_name, args), base_name=base_name, args=args)
     return observer
 
 
 def has_rounding(config: QuantizationConfig) -> bool:
     """Whether any group's weights are rounded other than to nearest."""
-    return any(base_name == "weight" and rounding_of(args) is not None for base_name, args in _all_args(config))
+    return any(rounding_of(args) is not None for args in _args_of(config, "weight"))
 
 
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
@@ -407,7 +421,10 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
     """A scheme in a few words: ``"int8 channel weights, int8 tensor inputs"``."""
     inputs = "attention states" if quantizes_states(scheme) else "inputs"
     words = {"weight": "weights", "input": inputs, "output": "outputs"}
-    return ", ".join(f"{describe(args)} {words[base_name]}" for base_name, args in scheme_args(scheme))
+    texts = []
+    for base_name, args in scheme_args(scheme):
+        texts.append(f"{describe(args)} {words[base_name]}")
+    return ", ".join(texts)
 
 
 def describe(args: QuantizationArgs) -> str:

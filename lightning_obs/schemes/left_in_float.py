@@ -26,6 +26,8 @@ def shares_in_float(
 ) -> dict[str, float]:
     """The shares of the bytes of all parameters that belong to no module with a quantized weight, by class of module.
 
+    Called by the callback for the line that says what it calibrates, and by finalize for the closing line.
+
     Args:
         model: the module that is calibrated; tied parameters count once.
         targets: its planned modules.
@@ -90,4 +92,5 @@ def shares_text(shares: Mapping[str, float]) -> str:
 
 
 def _percent(share: float) -> str:
+    """A share in percent, without decimals."""
     return f"{100 * share:.0f} %" if share >= 0.01 else "<1 %"

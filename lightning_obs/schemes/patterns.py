@@ -43,20 +43,24 @@ def check_patterns(model: nn.Module, by_target: Mapping[str, QuantizationScheme]
 
 
 def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match no module, each with the nearest name or class of the model."""
+    """The patterns that match no module, each with the nearest name or class of the model.
+
+    Called for the entries of ``ignore``, and by the command line for words that a user typed.
+    """
     classes = sorted({type(module).__name__ for module in model.modules() if holds_parameters(module)})
-    known_names = [*classes, *(name for name, _ in model.named_modules())]
+    known_names = [*classes, *dict(model.named_modules())]
     return [pattern + likely(pattern, known_names) for pattern in patterns if not _matches_any(model, pattern)]
 
 
 def _matches_any(model: nn.Module, pattern: str) -> bool:
+    """Whether a name, class or ``re:`` pattern matches any module of the model."""
     return any(is_match(name, module, pattern) for name, module in model.named_modules())
 
 
 def _refuse_unmatched(model: nn.Module, targets: Sequence[str], scheme: QuantizationScheme) -> None:
     """Raise the error for targets that match no module; it offers the classes that the scheme can quantize."""
     classes = _quantizable_classes(model, scheme)
-    known_names = [*classes, *(name for name, _ in model.named_modules())]
+    known_names = [*classes, *dict(model.named_modules())]
     expected = f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(classes)}"
     if not classes:
         expected = f"another model: {type(model).__name__} has no module that this scheme could quantize"
