@@ -71,7 +71,9 @@ def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: in
         folder.mkdir(parents=True, exist_ok=True)
         write_csv(folder / f"{prefix.replace('/', '_')}_layers_step{step}.csv", rows)
     elif hasattr(logger, "log_table") and rows:
-        values = [[row.get(column) for column in columns] for row in rows]
+        values = []
+        for row in rows:
+            values.append([row.get(column) for column in columns])
         logger.log_table(f"{prefix}/layers", columns, values, step=step)
 
 

@@ -65,14 +65,22 @@ def scheme_identity(scheme: QuantizationScheme) -> str:
 
 
 def check_own_sets(own: Sequence[Sequence[str]]) -> None:
-    """Refuse values other than a list of fused sets: two or more attribute names each, and no name in two sets."""
+    """Refuse values other than a list of fused sets: two or more attribute names each, and no name in two sets.
+
+    Called for the option ``fused_sets`` when :class:`~lightning_obs.CalibrationOptions` are made.
+    """
     if not isinstance(own, (list, tuple)) or not all(isinstance(fused, (list, tuple)) for fused in own):
         raise CalibrationError("fused_sets", got=repr(own), expected="a list of lists of names, [['a', 'b']]")
     names = list(chain.from_iterable(own))
-    malformed = [str(name) for name in names if not isinstance(name, str) or not name or "." in name]
-    too_short = [str(list(fused)) for fused in own if len(set(fused)) < 2]
+    malformed = []
+    for name in names:
+        if not isinstance(name, str) or not name or "." in name:
+            malformed.append(str(name))
+    for fused in own:
+        if len(set(fused)) < 2:
+            malformed.append(str(list(fused)))
     refuse(
-        [*malformed, *too_short],
+        malformed,
         "not a fused set",
         expected="two or more attribute names under one parent, without dots: ['gate_proj', 'up_proj']",
     )
