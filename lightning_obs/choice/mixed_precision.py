@@ -183,6 +183,8 @@ def _require_finite_losses(measured: Sensitivity) -> None:
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
     """The plan that gives every module one scheme, or each module its own.
 
+    The solver's solution becomes a plan here, and the command line's frontier gets its points of a single scheme.
+
     Raises:
         CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
     """

@@ -178,7 +178,7 @@ ENGINES: dict[str, Engine] = {}
 
 
 def engine_of(name: str) -> Engine:
-    """The engine of this name.
+    """The engine of this name, as ``engines`` has it; called by the options and by :func:`~lightning_obs.sensitivity`.
 
     Raises:
         CalibrationError: there is none.

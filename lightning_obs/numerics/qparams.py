@@ -143,7 +143,7 @@ def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_per_scale(args: QuantizationArgs) -> int | None:
-    """How many rows of a weight share a scale; None: all of them.
+    """How many rows of a weight share a scale; None: all of them. Export cuts large weights between such rows.
 
     >>> rows_per_scale(QuantizationArgs(strategy="block", block_structure=[4, 8]))
     4
@@ -156,7 +156,7 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
 
 
 def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a weight ``(R, C)`` that a scale covers."""
+    """Rows and columns of a weight ``(R, C)`` that a scale covers; asked by observers that weigh columns by inputs."""
     rows = rows_per_scale(args) or shape[0]
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
         return rows, shape[1]
@@ -265,7 +265,7 @@ def compute_global_scale(
 ) -> torch.Tensor | None:
     """Global scale of a fused set: from the largest magnitude among all members' ranges.
 
-    Called by observers when qparams are computed.
+    Called for an observer's own set (``observers/fused.py``), and by the Hessian observers for the widest range.
 
     Args:
         ranges: (min, max) of every member of the group, any shapes.
@@ -282,8 +282,8 @@ def compute_global_scale(
 def power_of_two(global_scale: torch.Tensor) -> torch.Tensor:
     """The largest power of two that is not larger.
 
-    The Hessian observers and the observers with expanded ranges replace their global scale by it: group scales are then
-    rounded alike for any global scale.
+    The Hessian observers, and the sets that they are members of, replace their global scale by it: group scales are
+    then rounded alike for any global scale.
     """
     return torch.exp2(torch.log2(global_scale).floor())
 

@@ -78,6 +78,7 @@ def measure_layer_errors(
     """Compare every calibrated layer's output with and without quantization, worst first.
 
     Called by the callbacks' results for a report with data, and :func:`known_layer_errors` for one without.
+
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
     are not a layer's output.

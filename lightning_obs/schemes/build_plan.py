@@ -41,7 +41,7 @@ _READS: dict[str, tuple[str, ...]] = {
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
     """Find the modules to quantize, and check them without data.
 
-    Called when an observation begins and when a checkpoint is loaded.
+    Called when an observation begins, before any data.
 
     Args:
         model: the module whose ``named_modules`` the targets name.
@@ -160,7 +160,7 @@ def _check_fused_schemes(targets: Sequence[PlannedModule], fused: Sequence[Seque
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
-    """Whether a target that matches a module is meant for it.
+    """Whether a target that matches a module is meant for it; asked while planning and when a checkpoint is loaded.
 
     ``re:.*mlp.*`` also matches containers and activation functions, which hold no parameters.
     """
@@ -386,7 +386,10 @@ def _group_size_remedy(all_columns: Set[int]) -> str:
 
 
 def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> None:
-    """Refuse an observer that needs one input channel per column of the weight where inputs have other channels."""
+    """Refuse an observer that needs one input channel per column of the weight where inputs have other channels.
+
+    Called when an observation begins, once observers are made.
+    """
     unfit: list[str] = []
     for target in targets:
         observer = observers.get((target.name, "weight"))

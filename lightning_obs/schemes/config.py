@@ -396,7 +396,7 @@ def has_rounding(config: QuantizationConfig) -> bool:
 
 
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
-    """A short name of a scheme for reports: the preset's name, or its formats.
+    """A short name of a scheme for reports: the preset's name, or its formats; the options' ``label``.
 
     >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}
     >>> label(scheme, resolve_config(scheme))

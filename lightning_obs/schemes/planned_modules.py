@@ -60,7 +60,7 @@ class Plan:
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:
-    """A text that is equal for schemes that differ in their targets only."""
+    """A text that is equal for schemes that differ in their targets only: schemes are compared by it."""
     return str(scheme.model_dump_json(exclude={"targets"}))
 
 
@@ -117,7 +117,10 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
 
 
 def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:
-    """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known."""
+    """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known.
+
+    Finalize checks new parameters against them, and a checkpoint's entries are laid out by them.
+    """
     args = target.args[base_name]
     shapes: dict[str, tuple[int, ...] | None] = {}
     if args.dynamic is True:
@@ -136,6 +139,8 @@ def find_misfits(
     target: PlannedModule, qparams: Mapping[str, Any], bases: Collection[str] | None = None
 ) -> Iterator[str]:
     """A message for each of ``qparams`` (``{"weight_scale": tensor}``) that is missing, unexpected or wrong.
+
+    Called for parameters from elsewhere: of a saved state, of a checkpoint, and those on modules at export.
 
     ``bases`` are the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
     quantizes.
@@ -175,6 +180,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
 
 
 def _scale_misfit(name: str, scale: torch.Tensor, args: QuantizationArgs) -> str | None:
+    """Why a tensor cannot be a scale; None: it can."""
     if not scale.is_floating_point():
         return f"is {scale.dtype}"
     wide = scale.float()  # torch does not compare float8
