@@ -317,7 +317,9 @@ def _default_forms(base_name: str, spec: _ObserverSpec, is_small: bool) -> list[
         return [spec]
     if is_small:
         return [{**spec, "signed": True}, spec]
-    return [] if "hessian" in spec["name"] else [spec]
+    if "hessian" in spec["name"]:
+        return []
+    return [spec]
 
 
 def _fits(
@@ -354,4 +356,6 @@ def _label(spec: Mapping[str, Any]) -> str:
     'imatrix_mse(norm=2.0)'
     """
     hyperparameters = [f"{key}={value}" for key, value in spec.items() if key != "name"]
-    return f"{spec['name']}({', '.join(hyperparameters)})" if hyperparameters else str(spec["name"])
+    if hyperparameters:
+        return f"{spec['name']}({', '.join(hyperparameters)})"
+    return str(spec["name"])

@@ -51,7 +51,9 @@ class Hardware:
         """The end of the range of compute capabilities, in words that follow its beginning."""
         if self.last is None:
             return " or newer"
-        return "" if self.last == self.cuda else f" to {self.last / 10:.1f}"
+        if self.last == self.cuda:
+            return ""
+        return f" to {self.last / 10:.1f}"
 
     def and_(self, second: Hardware) -> Hardware:
         """The hardware that runs both."""

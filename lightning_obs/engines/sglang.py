@@ -62,7 +62,9 @@ class SGLang(VLLM):
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
         """Only where the checkpoint is for SGLang: vLLM's remarks cover both."""
-        return super().remarks(planned, is_target) if is_target else iter(())
+        if is_target:
+            return super().remarks(planned, is_target)
+        return iter(())
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:

@@ -83,7 +83,9 @@ def fake_quantize(
     [1.0, 1.0, 0.0]
     """
     if value.numel() == 0:  # a learned scale stays in the graph: DDP waits for every parameter
-        return value + 0 * scale.sum() if scale.requires_grad else value
+        if scale.requires_grad:
+            return value + 0 * scale.sum()
+        return value
     qparams = scale, zero_point, args, global_scale
     quantized = _forward(value, qparams)
     if not torch.is_grad_enabled():
@@ -94,12 +96,14 @@ def fake_quantize(
     inside = _on_grid(value, qparams)
     if not scale.requires_grad:
         inside = _ungroup(inside, value.shape, args)
-        return _StraightThrough.apply(value, quantized.detach(), inside, None, 1.0)
+        return _with_gradient(value, quantized, inside)
     values_per_scale = value.numel() / observations / scale.numel()
-    factor = (values_per_scale * NumberGrid.of(args).high) ** -0.5
+    highest = NumberGrid.of(args).high
+    factor = (values_per_scale * highest) ** -0.5
     grouped_value = _group(value, args)
     grouped_result = _group(quantized, args).detach()
-    learned = _StraightThrough.apply(grouped_value, grouped_result, inside, _broadcastable(scale, args), factor)
+    step = _broadcastable(scale, args)
+    learned = _StraightThrough.apply(grouped_value, grouped_result, inside, step, factor)
     return _ungroup(learned, value.shape, args)
 
 
@@ -128,13 +132,15 @@ def fake_quantize_dynamic(
     if value.numel() == 0:
         return value
     with torch.no_grad(), no_upload(value.device):
-        scale, zero_point = compute_dynamic_scales_and_zp(value.detach(), args, nn.Identity(), global_scale)
+        observed = value.detach()
+        scale, zero_point = compute_dynamic_scales_and_zp(observed, args, nn.Identity(), global_scale)
     if global_scale is not None:
         return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    quantized = _forward(value, (scale, zero_point, args, None))
+    qparams = scale, zero_point, args, None
+    quantized = _forward(value, qparams)
     if not torch.is_grad_enabled() or not value.requires_grad:
         return quantized
-    return _StraightThrough.apply(value, quantized.detach(), None, None, 1.0)
+    return _with_gradient(value, quantized)
 
 
 def learned_scale(
@@ -182,7 +188,12 @@ def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tens
 
     Called by :func:`learned_scale`, and by the quantized forward for weights that GPTQ rounded.
     """
-    result: torch.Tensor = _StraightThrough.apply(value, quantized.to(value.dtype), None, None, 1.0)
+    return _with_gradient(value, quantized.to(value.dtype))
+
+
+def _with_gradient(value: torch.Tensor, quantized: torch.Tensor, inside: torch.Tensor | None = None) -> torch.Tensor:
+    """``quantized``, whose gradient goes to ``value`` where ``inside`` is True (None: everywhere)."""
+    result: torch.Tensor = _StraightThrough.apply(value, quantized.detach(), inside, None, 1.0)
     return result
 
 
@@ -223,7 +234,9 @@ class _StraightThrough(torch.autograd.Function):
             value_grad = value_grad.to(ctx.dtype)
         scale_grad = None
         if scale is not None:
-            difference = quantized - torch.where(inside, value, 0)
+            on_grid = torch.where(inside, value, 0)
+            difference = quantized - on_grid
+            del on_grid  # as large as the value
             difference = grad * difference
             total = difference.float().sum_to_size(scale.shape)
             scale_grad = total / scale.float() * ctx.factor
@@ -237,18 +250,22 @@ def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     scale, zero_point, args, global_scale = qparams
     number = format_of(args)
     has_dtype = number is None or number.dtype is not None
-    is_float64 = torch.promote_types(value.dtype, scale.dtype) == torch.float64
-    if has_dtype or is_float64:
+    computed_dtype = torch.promote_types(value.dtype, scale.dtype)
+    if has_dtype or computed_dtype == torch.float64:
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     levels, step = _in_steps(value, qparams)
     if zero_point is None:
         levels.add_(0.0)  # -0.0 becomes 0.0; a value that is rounded to zero keeps its sign below
-    nearest = NumberGrid.of(args).round(levels.float())
+    grid = NumberGrid.of(args)
+    nearest = grid.round(levels.float())
     levels = nearest.copysign_(levels).to(step.dtype)
     if zero_point is not None:
-        levels = levels - _broadcastable(zero_point, args).to(step.dtype)
+        zero = _broadcastable(zero_point, args)
+        levels = levels - zero.to(step.dtype)
     quantized = _ungroup(levels * step, value.shape, args)
-    return quantized.to(value.dtype) if args.strategy in _GROUPED else quantized
+    if args.strategy in _GROUPED:
+        return quantized.to(value.dtype)
+    return quantized
 
 
 def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,7 +275,8 @@ def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, tor
     step = _broadcastable(step, args)
     steps = _group(value, args) / step
     if zero_point is not None:
-        steps.add_(_broadcastable(zero_point, args).to(value.dtype))
+        zero = _broadcastable(zero_point, args)
+        steps.add_(zero.to(value.dtype))
     return steps, step
 
 
@@ -267,15 +285,19 @@ def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
     scale, zero_point, args, global_scale = qparams
     grid = NumberGrid.of(args)
-    eps = max(torch.finfo(value.dtype).eps, torch.finfo(scale.dtype).eps)
-    slack = grid.last_step / 2 + eps * (grid.high - grid.low)
+    value_eps = torch.finfo(value.dtype).eps
+    scale_eps = torch.finfo(scale.dtype).eps
+    rounding_error = max(value_eps, scale_eps) * (grid.high - grid.low)
+    slack = grid.last_step / 2 + rounding_error
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
     low = (grid.low - slack - zero) * step
     high = (grid.high + slack - zero) * step
     # A negative scale exchanges the two ends.
-    lower = _broadcastable(torch.minimum(low, high), args)
-    upper = _broadcastable(torch.maximum(low, high), args)
+    lower = torch.minimum(low, high)
+    upper = torch.maximum(low, high)
+    lower = _broadcastable(lower, args)
+    upper = _broadcastable(upper, args)
     grouped = _group(value, args)
     inside = grouped >= lower
     return inside.logical_and_(grouped <= upper)
@@ -298,16 +320,18 @@ def _ungroup(grouped: torch.Tensor, shape: torch.Size, args: QuantizationArgs) -
     if args.strategy in _GROUPED:
         return grouped.flatten(-2)
     if args.strategy == QuantizationStrategy.BLOCK:
+        rows, columns = shape
         padded = grouped.transpose(1, 2).flatten(2, 3).flatten(0, 1)
-        return padded[: shape[0], : shape[1]]
+        return padded[:rows, :columns]
     return grouped
 
 
 def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """One number per scale, for values in the layout of :func:`_group`."""
     if args.strategy in _GROUPED:
-        by_group = scale if scale.ndim > 1 else scale.reshape(-1, 1)
-        return by_group.unsqueeze(-1)
+        if scale.ndim <= 1:
+            scale = scale.reshape(-1, 1)
+        return scale.unsqueeze(-1)
     if args.strategy == QuantizationStrategy.BLOCK:
         return scale[..., None, None]
     return scale
@@ -315,7 +339,8 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """A quantization parameter for each element of a weight ``(R, C)``."""
-    expanded = _broadcastable(parameter, args).expand_as(_group(weight, args))
+    grouped = _group(weight, args)
+    expanded = _broadcastable(parameter, args).expand_as(grouped)
     return _ungroup(expanded, weight.shape, args)
 
 
@@ -334,11 +359,14 @@ def quantize(
     ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
     """
     grid = NumberGrid.of(args)
-    steps, _ = _in_steps(weight, (scale, zero_point, args, global_scale))
+    qparams = scale, zero_point, args, global_scale
+    steps, _ = _in_steps(weight, qparams)
     if grid.number is None:
-        codes = steps.clamp_(grid.low, grid.high).round_().to(torch.int8)
+        steps.clamp_(grid.low, grid.high)
+        codes = steps.round_().to(torch.int8)
     elif grid.number.dtype is not None:
-        codes = steps.clamp_(grid.low, grid.high).to(grid.number.dtype)
+        steps.clamp_(grid.low, grid.high)
+        codes = steps.to(grid.number.dtype)
     else:
         codes = _e2m1_codes(steps, grid)
     return _ungroup(codes, weight.shape, args)
@@ -346,10 +374,12 @@ def quantize(
 
 def _e2m1_codes(steps: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     """The four bits of the E2M1 numbers nearest to ``steps``, in int8: a sign, then 0 to 7 for the magnitude."""
-    twice = grid.round(steps.float()).mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
+    levels = grid.round(steps.float())
+    twice = levels.mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
     from_two_on = (twice >> 1).add_(2)  # the codes of 2, 3 and 4; 8 for 6, whose code is 7
     magnitude = torch.minimum(twice, from_two_on).clamp_(max=7)
-    sign = (steps < 0).to(torch.int8) << 3
+    is_negative = steps < 0
+    sign = is_negative.to(torch.int8) << 3
     return magnitude.bitwise_or_(sign)
 
 
@@ -360,9 +390,11 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """
     # Flat, because int8 of a single row, or of a transposed weight, has strides that cannot be viewed as int16.
     pairs = codes.flatten().view(torch.int16)
+    first = pairs & 0xF
     second = (pairs >> 4).bitwise_and_(0xF0)
-    packed = (pairs & 0xF).bitwise_or_(second).to(torch.uint8)
-    return packed.view(len(codes), codes.shape[1] // 2)
+    packed = first.bitwise_or_(second).to(torch.uint8)
+    rows, columns = codes.shape
+    return packed.view(rows, columns // 2)
 
 
 def dequantize(
@@ -377,7 +409,9 @@ def dequantize(
 
     Called by the quantized forward and by export for a weight that GPTQ rounded, whose levels the module holds.
     """
-    step = scale.float() if global_scale is None else scale.float() / global_scale
+    step = scale.float()
+    if global_scale is not None:
+        step = step / global_scale
     weight: torch.Tensor = _Dequantized.apply(levels, step, zero_point, args)
     return weight
 
@@ -389,7 +423,8 @@ class _Dequantized(torch.autograd.Function):
     def forward(
         levels: torch.Tensor, step: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs
     ) -> torch.Tensor:
-        return _from_zero(levels, zero_point, args) * elementwise(step, levels, args)
+        steps = _from_zero(levels, zero_point, args)
+        return steps * elementwise(step, levels, args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -400,8 +435,8 @@ class _Dequantized(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         levels, step, zero_point = ctx.saved_tensors
-        products = grad * _from_zero(levels, zero_point, ctx.args)
-        products = _group(products, ctx.args)
+        steps = _from_zero(levels, zero_point, ctx.args)
+        products = _group(grad * steps, ctx.args)
         shape = _broadcastable(step, ctx.args).shape
         step_grad = products.sum_to_size(shape).reshape(step.shape)
         return None, step_grad, None, None
@@ -411,7 +446,8 @@ def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: Quan
     """Levels less their zero points, in float32."""
     if zero_point is None:
         return levels.float()
-    return levels.float() - elementwise(zero_point.float(), levels, args)
+    zero = elementwise(zero_point.float(), levels, args)
+    return levels.float() - zero
 
 
 def _refuse_learned(qparams: _QParams) -> None:

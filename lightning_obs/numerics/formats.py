@@ -44,7 +44,8 @@ class NumberFormat(NamedTuple):
     @property
     def last_step(self) -> float:
         """The step from the second largest to the largest number."""
-        return 2.0 ** (math.floor(math.log2(self.last)) - self.mantissa)
+        exponent = math.floor(math.log2(self.last))
+        return 2.0 ** (exponent - self.mantissa)
 
 
 #: all floating formats; QuantizationArgs name formats of values by their bits
@@ -124,15 +125,20 @@ class NumberGrid(NamedTuple):
     def of(cls, args: QuantizationArgs, signed: bool = False, global_scale: torch.Tensor | None = None) -> NumberGrid:
         """The grid of a format."""
         number = format_of(args)
-        if number is not None:
-            return cls(args, -number.last, number.last, number, signed, global_scale)
-        half = 2.0 ** (args.num_bits - 1)
-        return cls(args, -half, half - 1, None, signed, global_scale)
+        if number is None:
+            low = -(2.0 ** (args.num_bits - 1))
+            high = -low - 1
+        else:
+            low = -number.last
+            high = number.last
+        return cls(args, low, high, number, signed, global_scale)
 
     @property
     def last_step(self) -> float:
         """Distance of the two outermost numbers."""
-        return 1.0 if self.number is None else self.number.last_step
+        if self.number is None:
+            return 1.0
+        return self.number.last_step
 
     @property
     def usual_error(self) -> float:
@@ -146,7 +152,9 @@ class NumberGrid(NamedTuple):
     @property
     def scale_dtype(self) -> torch.dtype | None:
         """The dtype to which scales are rounded; None for a tensor_group, whose global scale is not known yet."""
-        return None if self.args.strategy == QuantizationStrategy.TENSOR_GROUP else self.args.scale_dtype
+        if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
+            return None
+        return self.args.scale_dtype
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them.
@@ -172,12 +180,13 @@ class NumberGrid(NamedTuple):
 
     def round(self, value: torch.Tensor) -> torch.Tensor:
         """The nearest numbers of the format (ties to even) to a float32 tensor."""
-        near = torch.clamp(value, self.low, self.high)
+        near = value.clamp(self.low, self.high)
         if self.number is None:
             return near.round_()
         # float32 rounds to the format's bits, ties to even, when 1.5 * 2**(23 - mantissa) times the value's power of
         # two is added.
-        exponent_bits = torch.bitwise_and(near.view(torch.int32), 0x7F800000)
+        bits = near.view(torch.int32)
+        exponent_bits = torch.bitwise_and(bits, 0x7F800000)
         power = exponent_bits.view(torch.float32)
         power.clamp_(min=2.0**self.number.smallest)
         rounder = power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
@@ -193,5 +202,7 @@ class NumberGrid(NamedTuple):
         levels = self.round(steps)
         if zero_point is not None:
             levels.sub_(zero_point)
-        dequantized = torch.mul(levels, scale, out=levels if out is None else out)
+        if out is None:
+            out = levels
+        dequantized = torch.mul(levels, scale, out=out)
         return dequantized.sub_(value)

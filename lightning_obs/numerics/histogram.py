@@ -73,11 +73,17 @@ def count_values(observed: torch.Tensor) -> Histogram:
     if not launch.can_read(observed):
         return _count_plainly(observed)
     histograms = [_count_flat(values.reshape(-1)) for values in observed.unbind(1)]
-    if len(histograms) == 1:  # half a megabyte of counts need not be copied
-        counts, low, high = histograms[0]
-        return Histogram(counts.unsqueeze(0), low.unsqueeze(0), high.unsqueeze(0))
-    all_counts, lows, highs = zip(*histograms, strict=True)
-    return Histogram(torch.stack(all_counts), torch.stack(lows), torch.stack(highs))
+    counts = [histogram.counts for histogram in histograms]
+    lows = [histogram.low for histogram in histograms]
+    highs = [histogram.high for histogram in histograms]
+    return Histogram(_stacked(counts), _stacked(lows), _stacked(highs))
+
+
+def _stacked(statistics: list[torch.Tensor]) -> torch.Tensor:
+    """The statistics of several scales as one tensor; those of one scale, half a megabyte, are not copied."""
+    if len(statistics) == 1:
+        return statistics[0].unsqueeze(0)
+    return torch.stack(statistics)
 
 
 def count_nan(counts: torch.Tensor) -> int:
@@ -85,9 +91,9 @@ def count_nan(counts: torch.Tensor) -> int:
 
     The observers ask this, because a reduction over ranks may lose the NaN that stands in a minimum.
     """
-    positive = counts[..., _NAN_FROM:_SIGN].sum()
-    negative = counts[..., _SIGN + _NAN_FROM :].sum()
-    return int(positive + negative)
+    positive = counts[..., _NAN_FROM:_SIGN]
+    negative = counts[..., _SIGN + _NAN_FROM :]
+    return int(positive.sum() + negative.sum())
 
 
 def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Support:
@@ -99,7 +105,8 @@ def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Supp
         high: the exact largest value, a scalar.
     """
     bins = _ascending(counts)
-    values = value_of(bins).float().clamp(low.float(), high.float())
+    values = value_of(bins).float()
+    values = values.clamp(low.float(), high.float())
     return Support(values, counts[bins])
 
 
@@ -108,8 +115,9 @@ def support_of(value: torch.Tensor) -> Support:
 
     Called by the report's layer errors for a module's inputs, batch by batch.
     """
-    histogram = count_values(value.detach().reshape(-1, 1, 1))
-    return support(histogram.counts[0], histogram.low[0], histogram.high[0])
+    values = value.detach().reshape(-1, 1, 1)
+    counts, low, high = count_values(values)
+    return support(counts[0], low[0], high[0])
 
 
 def join_supports(first: Support, second: Support) -> Support:
@@ -117,8 +125,9 @@ def join_supports(first: Support, second: Support) -> Support:
     values = torch.cat([first.values, second.values])
     counts = torch.cat([first.counts, second.counts])
     distinct, places = values.unique(return_inverse=True)
-    sums = torch.zeros(len(distinct), dtype=torch.int64, device=distinct.device)
-    return Support(distinct, sums.index_add_(0, places, counts))
+    sums = counts.new_zeros(len(distinct))
+    sums.index_add_(0, places, counts)
+    return Support(distinct, sums)
 
 
 def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
@@ -134,7 +143,7 @@ def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
     width = high - low or 1.0
     place = (occupied.values.double() - low) / width * bins
     place = place.long().clamp(0, bins - 1)
-    counts = torch.zeros(bins, dtype=torch.int64, device=place.device)
+    counts = place.new_zeros(bins)
     counts.index_add_(0, place, occupied.counts)
     return low, high, counts.tolist()
 
@@ -147,8 +156,9 @@ def median_size(occupied: Support) -> float:
     """
     sizes, order = occupied.values.abs().sort()
     cumulative = occupied.counts[order].cumsum(0)
-    rank = (int(cumulative[-1]) + 1) // 2
-    return float(sizes[torch.searchsorted(cumulative, rank)])
+    total = int(cumulative[-1])
+    place = torch.searchsorted(cumulative, (total + 1) // 2)
+    return float(sizes[place])
 
 
 def percentile_range(
@@ -175,8 +185,9 @@ def percentile_range(
     if rank >= total:
         return low, high
     ranks = cumulative.new_tensor([total - rank + 1, rank])
-    smallest, largest = values[torch.searchsorted(cumulative, ranks)]
-    return smallest.to(low.dtype), largest.to(high.dtype)
+    places = torch.searchsorted(cumulative, ranks)
+    smallest, largest = values[places].to(low.dtype)
+    return smallest, largest
 
 
 def candidate_divergences(
@@ -210,11 +221,11 @@ def candidate_divergences(
     distribution = _Distribution(values, numbers, args)
     qparams = compute_qparams(lows, highs, args)
     candidates = max(1, _CELLS // len(values))  # at once
-    scales = _columns(qparams["scale"]).split(candidates)
-    zero_points = _columns(qparams["zero_point"]).split(candidates)
+    scales = _columns(qparams["scale"], candidates)
+    zero_points = _columns(qparams["zero_point"], candidates)
     # Zero is in every range, as in compute_qparams.
-    lower_ends = _columns(lows.clamp(max=0)).split(candidates)
-    upper_ends = _columns(highs.clamp(min=0)).split(candidates)
+    lower_ends = _columns(lows.clamp(max=0), candidates)
+    upper_ends = _columns(highs.clamp(min=0), candidates)
     divergences = []
     for scale, zero_point, low, high in zip(scales, zero_points, lower_ends, upper_ends, strict=True):
         if args.symmetric:  # the format's range, not only the observed one
@@ -224,9 +235,10 @@ def candidate_divergences(
     return torch.cat(divergences)
 
 
-def _columns(candidates: torch.Tensor) -> torch.Tensor:
-    """A number per candidate, ``(C,)``, as ``(C, 1)`` in float32, so that it broadcasts against bins."""
-    return candidates.float()[:, None]
+def _columns(numbers: torch.Tensor, candidates: int) -> tuple[torch.Tensor, ...]:
+    """A number per candidate, ``(C,)``, as columns ``(candidates, 1)`` in float32, which broadcast against bins."""
+    column = numbers.float()[:, None]
+    return column.split(candidates)
 
 
 class _Distribution:
@@ -250,11 +262,14 @@ class _Distribution:
         self, scale: torch.Tensor, zero_point: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
         """The divergence of each of C candidates, ``(C,)``; all arguments are ``(C, 1)``."""
-        inside = (self.values >= low) & (self.values <= high)
+        is_above_low = self.values >= low
+        inside = is_above_low & (self.values <= high)
         counts = inside * self.numbers
         widths = inside * self.widths
         level = self._levels(scale, zero_point)
-        spread = _sum_by_level(counts, level) * widths / _sum_by_level(widths, level)
+        counts_of_level = _sum_by_level(counts, level)
+        widths_of_level = _sum_by_level(widths, level)
+        spread = counts_of_level * widths / widths_of_level
         covered = counts.sum(1)
         reference = self._with_clipped(counts, inside, low, high)
         terms = reference * (reference / spread).log()
@@ -268,18 +283,22 @@ class _Distribution:
         quantized = self.grid.round(steps)
         # Quantizing keeps the order, so a level is a run of bins.
         starts_level = quantized[:, 1:] != quantized[:, :-1]
-        return torch.nn.functional.pad(starts_level.cumsum(1), (1, 0))
+        level = starts_level.cumsum(1)
+        return torch.nn.functional.pad(level, (1, 0))
 
     def _with_clipped(
         self, counts: torch.Tensor, inside: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
         """Add the counts outside a range to its outermost bins; ``counts`` is written to."""
-        below = ((self.values < low) * self.numbers).sum(1, keepdim=True)
-        above = ((self.values > high) * self.numbers).sum(1, keepdim=True)
+        below = (self.values < low) * self.numbers
+        above = (self.values > high) * self.numbers
+        number_of_bins = len(self.values)
         first = inside.int().argmax(1, keepdim=True)
         from_last = inside.flip(1).int().argmax(1, keepdim=True)
-        last = inside.shape[1] - 1 - from_last
-        return counts.scatter_add_(1, first, below).scatter_add_(1, last, above)
+        last = number_of_bins - 1 - from_last
+        counts.scatter_add_(1, first, below.sum(1, keepdim=True))
+        counts.scatter_add_(1, last, above.sum(1, keepdim=True))
+        return counts
 
 
 def _sum_by_level(values: torch.Tensor, level: torch.Tensor) -> torch.Tensor:
@@ -293,7 +312,8 @@ def _count_flat(values: torch.Tensor) -> Histogram:
     counts = launch.count_values(values)
     # Reading few values again is faster than looking through the bins.
     if values.dtype != torch.bfloat16 or len(values) <= _TILE:
-        return Histogram(counts, *torch.aminmax(values))
+        low, high = torch.aminmax(values)
+        return Histogram(counts, low, high)
     bins = _ascending(counts)
     low, high = value_of(bins[[0, -1]])
     if count_nan(counts):
@@ -306,7 +326,8 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
     scales = observed.shape[1]
     device = observed.device
     counts = torch.zeros(scales, BINS, dtype=torch.int64, device=device)
-    observations = tile_size(device, _TILE) // max(1, observed[0].numel())  # at once
+    size_of_observation = max(1, observed[0].numel())
+    observations = tile_size(device, _TILE) // size_of_observation  # at once
     for tile in observed.split(max(1, observations)):
         if on_gpu.can_run(tile):
             on_gpu.count_patterns(tile.bfloat16(), counts)
@@ -319,8 +340,10 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
             first_bins = torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)
             bins += first_bins[:, None]
         ones = _one(device).expand(bins.numel())
-        counts.view(-1).index_add_(0, bins.view(-1), ones)
-    return Histogram(counts, *observed_range(observed))
+        all_counts = counts.view(-1)
+        all_counts.index_add_(0, bins.view(-1), ones)
+    low, high = observed_range(observed)
+    return Histogram(counts, low, high)
 
 
 @functools.cache
@@ -334,7 +357,9 @@ def _ascending(counts: torch.Tensor) -> torch.Tensor:
     bins = counts.nonzero()[:, 0]
     # Patterns ascend with the value where the sign bit is clear, and descend where it is set.
     first_negative = int(torch.searchsorted(bins, _SIGN))
-    return torch.cat([bins[first_negative:].flip(0), bins[:first_negative]])
+    positive = bins[:first_negative]
+    negative = bins[first_negative:]
+    return torch.cat([negative.flip(0), positive])
 
 
 def value_of(bins: torch.Tensor) -> torch.Tensor:
@@ -350,4 +375,5 @@ def every_value(device: torch.device) -> torch.Tensor:
     """
     with torch.inference_mode(False):
         bins = torch.arange(BINS, device=device)
-        return value_of(bins).nan_to_num(0, torch.inf, -torch.inf)
+        values = value_of(bins)
+        return values.nan_to_num(0, torch.inf, -torch.inf)

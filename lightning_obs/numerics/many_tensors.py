@@ -49,7 +49,8 @@ def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         if tensor.numel() > _SMALL:
             yield tensor.reshape(-1)
         elif tensor.numel() > 0:
-            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+            kind = tensor.dtype, tensor.device
+            small.setdefault(kind, []).append(tensor.reshape(-1))
     for alike in small.values():
         yield alike[0] if len(alike) == 1 else torch.cat(alike)
 
@@ -71,7 +72,8 @@ def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> boo
     """
     flags: dict[torch.device, list[torch.Tensor]] = {}
     for joined in _joined(tensors):
-        flags.setdefault(joined.device, []).append(_is_positive(joined, absolute))
+        is_positive = _is_positive(joined, absolute)
+        flags.setdefault(joined.device, []).append(is_positive)
     for device_flags in flags.values():
         all_of_device = device_flags[0] if len(device_flags) == 1 else torch.stack(device_flags).all()
         if not all_of_device:
@@ -95,7 +97,8 @@ def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """
     answers = [False] * len(tensors)
     for indices in _indices_by_device(tensors).values():
-        magnitudes = torch._foreach_norm([tensors[index] for index in indices], torch.inf)
+        tensors_of_device = [tensors[index] for index in indices]
+        magnitudes = torch._foreach_norm(tensors_of_device, torch.inf)
         numbers = torch.stack(magnitudes).tolist()
         for index, number in zip(indices, numbers, strict=True):
             answers[index] = number == 0
@@ -129,18 +132,26 @@ def _in_one_transfer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copies of one accelerator's tensors on the CPU: their bytes are concatenated there."""
     if not tensors:
         return []
-    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    as_bytes = []
+    sizes = []
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1)
+        as_bytes.append(flat.view(torch.uint8))
+        sizes.append(tensor.nbytes)
     transferred = torch.cat(as_bytes).cpu()
-    pieces = transferred.split([len(tensor_bytes) for tensor_bytes in as_bytes])
+    pieces = transferred.split(sizes)
     copies = []
     for tensor, piece in zip(tensors, pieces, strict=True):
-        copies.append(piece.clone().view(tensor.dtype).view(tensor.shape))
+        flat = piece.clone().view(tensor.dtype)
+        copies.append(flat.view(tensor.shape))
     return copies
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a dtype that torch can subtract: float8 becomes float32."""
-    return tensor.float() if tensor.itemsize == 1 else tensor
+    if tensor.itemsize == 1:
+        return tensor.float()
+    return tensor
 
 
 def _indices_by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[int]]:

@@ -39,21 +39,25 @@ def measure_moments(observed: torch.Tensor) -> Moments:
     number = torch.full((1,), values_per_scale, device=observed.device)  # no upload
     measure = on_gpu.moments if on_gpu.can_run(flat) else _moments_plainly
     sums, squares = measure(flat)
-    return Moments(number, sums.reshape(shape), squares.reshape(shape))
+    sums = sums.reshape(shape)
+    squares = squares.reshape(shape)
+    return Moments(number, sums, squares)
 
 
 def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
     """As :func:`~lightning_obs.numerics.on_gpu.moments`, operation by operation: ``(2, Q)`` in float64."""
     values = observed.transpose(0, 1).flatten(1)
-    sums = torch.zeros(2, len(values), dtype=torch.float64, device=observed.device)
+    scales = len(values)
+    sums = values.new_zeros(2, scales, dtype=torch.float64)
     columns = tile_size(observed.device, _TILE)
     height = max(1, columns // values.shape[1])
-    for start in range(0, len(values), height):
+    for start in range(0, scales, height):
         rows = slice(start, start + height)
         for tile in values[rows].split(columns, dim=1):
             wide = tile.double()
             sums[0, rows] += wide.sum(1)
-            sums[1, rows] += wide.square_().sum(1)
+            wide.square_()
+            sums[1, rows] += wide.sum(1)
     return sums
 
 
@@ -62,8 +66,10 @@ def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     number, sums, squares = moments
     mean = sums / number
     degrees_of_freedom = (number - 1).clamp(min=1)
-    variance = (squares - sums * mean) / degrees_of_freedom
-    return mean, variance.clamp(min=0).sqrt()
+    squared_deviations = squares - sums * mean
+    variance = squared_deviations / degrees_of_freedom
+    std = variance.clamp(min=0).sqrt()
+    return mean, std
 
 
 def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,16 +78,24 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The importance of input channels for the imatrix observers, which call it for each batch. Tiles are added up in
     float64, on an accelerator in float32.
     """
-    rows = value.reshape(-1, value.shape[-1])
-    number = torch.full((1,), len(rows), device=value.device)  # no upload
+    channels = value.shape[-1]
+    rows = value.reshape(-1, channels)
+    number = _count_rows(rows)
     if launch.can_read(rows) and rows.stride(1) == 1:
-        return launch.channel_squares(rows), number
-    sums = torch.zeros(rows.shape[1], dtype=torch.float64, device=value.device)
+        sums = launch.channel_squares(rows)
+        return sums, number
+    sums = rows.new_zeros(channels, dtype=torch.float64)
     dtype = torch.float64 if rows.device.type == "cpu" else torch.float32
-    height = tile_size(rows.device, _TILE) // max(1, rows.shape[1])
+    height = tile_size(rows.device, _TILE) // max(1, channels)
     for tile in rows.split(max(1, height)):
-        sums += tile.to(dtype).square().sum(0)
+        squares = tile.to(dtype).square()
+        sums += squares.sum(0)
     return sums, number
+
+
+def _count_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The number of rows, ``(1,)`` in int64, made on their device: uploading it would make the host wait."""
+    return torch.full((1,), len(rows), device=rows.device)
 
 
 def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,9 +112,11 @@ def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, tor
         the last of them ends in zeros. And the number of rows, in int64.
     """
     with torch.autocast(value.device.type, enabled=False), exact_products():  # else in half precision, or in TF32
-        rows = value.reshape(-1, value.shape[-1]).float()
-        missing_channels = -rows.shape[1] % width
+        channels = value.shape[-1]
+        rows = value.reshape(-1, channels).float()
+        missing_channels = -channels % width
         rows = torch.nn.functional.pad(rows, (0, missing_channels))
-        groups = rows.unflatten(1, (-1, width)).transpose(0, 1)
-        products = torch.bmm(groups.transpose(1, 2), groups)
-    return products, torch.full((1,), len(rows), device=value.device)
+        groups = rows.unflatten(1, (-1, width))
+        groups = groups.transpose(0, 1)
+        products = torch.bmm(groups.mT, groups)
+    return products, _count_rows(rows)

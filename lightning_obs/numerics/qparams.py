@@ -76,10 +76,10 @@ def flatten_for_calibration(
     if base_name not in BASE_NAMES:
         raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
     strategy = QuantizationStrategy(args.strategy)  # a string if it was given, an enum member if it was inferred
-    if strategy.value not in _STRATEGIES[base_name]:
+    strategies = _STRATEGIES[base_name]
+    if strategy.value not in strategies:
         raise CalibrationError(
-            f"strategy {strategy.value} cannot be applied to {base_name}",
-            expected=f"one of {', '.join(_STRATEGIES[base_name])}",
+            f"strategy {strategy.value} cannot be applied to {base_name}", expected=f"one of {', '.join(strategies)}"
         )
     if base_name in ATTENTION:
         return _flatten_attention_state(value, base_name, strategy)
@@ -112,7 +112,9 @@ def _flatten_activation(value: torch.Tensor, args: QuantizationArgs) -> torch.Te
     """The observations of an activation ``(..., C)``: one for each token."""
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.TOKEN):
         columns = value.shape[-1] if value.ndim else 1
-        return value.reshape(-1, 1, columns) if columns else value.reshape(0, 1, 0)
+        if columns:
+            return value.reshape(-1, 1, columns)
+        return value.reshape(0, 1, 0)
     groups = _split_groups(value, args)
     return groups.reshape(-1, *groups.shape[-2:])
 
@@ -124,11 +126,15 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if view.shape[:2].numel() == 1:
         low, high = torch.aminmax(view)  # at the speed of memory, by threads that torch keeps running
-        return low.reshape(1, 1), high.reshape(1, 1)
+        low = low.reshape(1, 1)
+        high = high.reshape(1, 1)
+        return low, high
     if launch.can_read(view):
         return launch.extremes(view)
     # With dimensions, aminmax is ten times slower than these two.
-    return view.amin((2, 3)), view.amax((2, 3))
+    low = view.amin((2, 3))
+    high = view.amax((2, 3))
+    return low, high
 
 
 def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,7 +145,9 @@ def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     shape = observed.shape[1:-1]
     rows = observed.flatten(1, -2).transpose(0, 1)
     low, high = extremes(rows.unsqueeze(0))
-    return low.reshape(shape), high.reshape(shape)
+    low = low.reshape(shape)
+    high = high.reshape(shape)
+    return low, high
 
 
 def rows_per_scale(args: QuantizationArgs) -> int | None:
@@ -157,11 +165,13 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
 
 def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a weight ``(R, C)`` that a scale covers; asked by observers that weigh columns by inputs."""
+    columns = shape[1]
     rows = rows_per_scale(args) or shape[0]
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return rows, shape[1]
+        return rows, columns
     if args.block_structure:
-        return rows, int(args.block_structure[1])
+        _, width = args.block_structure
+        return rows, int(width)
     return rows, int(args.group_size or 1)
 
 
@@ -170,7 +180,9 @@ def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     assert args.block_structure is not None  # QuantizationArgs validated it
     height, width = args.block_structure
     weight = maybe_pad_tensor_for_block_quant(weight, (height, width))
-    return weight.unflatten(1, (-1, width)).unflatten(0, (-1, height)).transpose(1, 2)
+    columns_split = weight.unflatten(1, (-1, width))
+    rows_split = columns_split.unflatten(0, (-1, height))
+    return rows_split.transpose(1, 2)
 
 
 def _check_dimensions(value: torch.Tensor, rule: str, dimensions: str) -> None:
@@ -182,10 +194,11 @@ def _check_dimensions(value: torch.Tensor, rule: str, dimensions: str) -> None:
 def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """``(..., C)`` to ``(..., C/g, g)``, a view."""
     assert args.group_size is not None  # QuantizationArgs validated it
-    if value.shape[-1] % args.group_size:
+    columns = value.shape[-1]
+    if columns % args.group_size:
         raise CalibrationError(
             f"group size {args.group_size} does not divide the columns",
-            got=f"{value.shape[-1]} columns",
+            got=f"{columns} columns",
             expected=f"a multiple of {args.group_size}",
             remedy="choose a group size that divides them, or list the module in `ignore`.",
         )
@@ -197,7 +210,9 @@ def tile_size(device: torch.device, on_cpu: int) -> int:
 
     Asked by everything that visits a tensor in tiles. On an accelerator each launch costs time, so tiles are large.
     """
-    return on_cpu if device.type == "cpu" else 1 << 24
+    if device.type == "cpu":
+        return on_cpu
+    return 1 << 24
 
 
 def no_upload(device: torch.device) -> AbstractContextManager[Any]:
@@ -273,7 +288,10 @@ def compute_global_scale(
     """
     if args.strategy != QuantizationStrategy.TENSOR_GROUP:
         return None
-    magnitudes = [torch.maximum(-low.min(), high.max()) for low, high in ranges]
+    magnitudes = []
+    for low, high in ranges:
+        magnitude = torch.maximum(-low.min(), high.max())
+        magnitudes.append(magnitude)
     absmax = torch.stack(magnitudes).max()
     absmax = absmax.reshape(1)
     return generate_gparam(-absmax, absmax)
@@ -331,7 +349,8 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
     above = high.clamp(min=0)
     farther = torch.where(above > below, -above, below)
     scale = farther / 2 ** (args.num_bits - 1)
-    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+    eps = torch.finfo(scale.dtype).eps
+    return torch.where(scale == 0, eps, scale)
 
 
 def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
@@ -339,8 +358,9 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
 
     Asked by an observer's constructor, and where the scales of a checkpoint are checked.
     """
-    is_integer = args.type == QuantizationType.INT and args.symmetric and args.scale_dtype is None
-    return base_name == "weight" and bool(is_integer)
+    if base_name != "weight" or args.type != QuantizationType.INT:
+        return False
+    return bool(args.symmetric) and args.scale_dtype is None
 
 
 def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
@@ -370,9 +390,9 @@ def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
 
 def _are_rounding_options(options: Mapping[str, Any]) -> bool:
     """Whether the options have the names and kinds that GPTQ takes."""
-    if set(options) != {"name", "act_order", "damping"} or options["name"] != "gptq":
-        return False
-    if not isinstance(options["act_order"], bool):
+    if options.keys() != {"name", "act_order", "damping"}:
         return False
     damping = options["damping"]
-    return isinstance(damping, (int, float)) and not damping < 0
+    if not isinstance(options["act_order"], bool) or not isinstance(damping, (int, float)):
+        return False
+    return options["name"] == "gptq" and not damping < 0

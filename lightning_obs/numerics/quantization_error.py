@@ -77,7 +77,8 @@ def grid_error(
     levels = None if levels is None else _as_matrix(levels)
     sums = []
     code_counts = []
-    height = max(1, tile_size(flat.device, _TILE) // max(1, flat.shape[1]))
+    width = max(1, flat.shape[1])
+    height = max(1, tile_size(flat.device, _TILE) // width)
     for start in range(0, len(flat), height):
         rows = slice(start, start + height)
         scale_rows = slice(None) if is_one_scale else rows
@@ -86,7 +87,8 @@ def grid_error(
         tile_zero_point = None if zero_point is None else zero_point[scale_rows]
         tile_levels = None if levels is None else levels[rows]
         error, clipped, codes = _rounded(tile, tile_scale, tile_zero_point, args, tile_levels)
-        sums.append(_row_sums(tile, error, clipped, by_token))
+        tile_sums = _row_sums(tile, error, clipped, by_token)
+        sums.append(tile_sums)
         code_counts.append(_count_codes(codes, tile.device))
     low, high = torch.aminmax(flat)
     all_sums = torch.stack(sums).sum(0)
@@ -97,14 +99,17 @@ def grid_error(
 
 def _as_matrix(view: torch.Tensor) -> torch.Tensor:
     """``(..., G)`` as ``(rows, G)``."""
-    return view.reshape(-1, view.shape[-1])
+    width = view.shape[-1]
+    return view.reshape(-1, width)
 
 
 def _for_each_row(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     """A parameter of ``(N, *Q, G)`` for each of its rows of G values, ``(N * Q, 1)``."""
-    observations_and_scales = view.shape[:-1]
-    by_scale = parameter.reshape(1, *observations_and_scales[1:])
-    return by_scale.expand(observations_and_scales).reshape(-1, 1)
+    rows_shape = view.shape[:-1]  # (N, *Q)
+    qparam_shape = rows_shape[1:]
+    by_scale = parameter.reshape(1, *qparam_shape)
+    by_row = by_scale.expand(rows_shape)
+    return by_row.reshape(-1, 1)
 
 
 def counted_error(
@@ -117,7 +122,8 @@ def counted_error(
     """
     scale = scale.float().reshape(1, 1)
     zero_point = None if zero_point is None else zero_point.reshape(1, 1)
-    error, clipped, codes = _rounded(values.float()[None], scale, zero_point, args)
+    row = values.float()[None]
+    error, clipped, codes = _rounded(row, scale, zero_point, args)
     wide_values = values.double()
     wide_error = error[0].double()
     signal = wide_values * wide_values
@@ -145,14 +151,17 @@ def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSu
     clipped = expected.new_zeros(1)  # there is no grid to be outside of
     sums = _row_sums(expected, error, clipped, by_token=True)
     low, high = torch.aminmax(expected)
-    return ErrorSums(sums, low, high, _count_codes(None, expected.device))
+    no_codes = _count_codes(None, expected.device)
+    return ErrorSums(sums, low, high, no_codes)
 
 
 def only_range(value: torch.Tensor) -> ErrorSums:
     """The range of a tensor whose grid is not known beforehand: called by the report for inputs with dynamic scales."""
-    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
-    low, high = torch.aminmax(value.detach())
-    return ErrorSums(sums, low, high, _count_codes(None, value.device))
+    value = value.detach()
+    sums = value.new_zeros(len(SUMS), dtype=torch.float64)
+    low, high = torch.aminmax(value)
+    no_codes = _count_codes(None, value.device)
+    return ErrorSums(sums, low, high, no_codes)
 
 
 def _rounded(
@@ -180,12 +189,21 @@ def _rounded(
     clipped = is_below.logical_or_(steps > grid.high + slack)
     if levels is None:
         levels = grid.round(steps)
-    codes = None
-    if grid.number is not None and grid.number.codes is not None:
-        codes = levels.to(grid.number.codes).view(torch.uint8).int()
-    elif args.num_bits <= 8:
-        codes = (levels - grid.low).int()
-    return (levels - steps).mul_(scale), clipped, codes
+    codes = _codes_of(levels, grid)
+    error = (levels - steps).mul_(scale)
+    return error, clipped, codes
+
+
+def _codes_of(levels: torch.Tensor, grid: NumberGrid) -> torch.Tensor | None:
+    """The code of each level, from 0 to 255, in int32; None above 8 bits."""
+    number = grid.number
+    if number is not None and number.codes is not None:
+        patterns = levels.to(number.codes).view(torch.uint8)
+        return patterns.int()
+    if grid.args.num_bits <= 8:
+        from_lowest = levels - grid.low
+        return from_lowest.int()
+    return None
 
 
 def _count_codes(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
@@ -216,8 +234,9 @@ def _row_sums(values: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, 
         number_of_rows = zero + len(values)
         decibels = _decibels(signal, noise).sum()
     number_of_values = zero + values.numel()
-    sums = [number_of_values, signal.sum(), noise.sum(), cross.sum(), number_of_rows, decibels, clipped.sum().double()]
-    return torch.stack(sums)
+    clipped_values = clipped.sum().double()
+    totals = [signal.sum(), noise.sum(), cross.sum()]
+    return torch.stack([number_of_values, *totals, number_of_rows, decibels, clipped_values])
 
 
 def _products_by_row(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
@@ -227,14 +246,17 @@ def _products_by_row(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 def _products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """The sum of products over all values, a scalar in float64."""
-    return torch.dot(first.reshape(-1), second.reshape(-1)).double()
+    first_values = first.reshape(-1)
+    second_values = second.reshape(-1)
+    return torch.dot(first_values, second_values).double()
 
 
 def _decibels(signal: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """The ratio of signal to noise in dB, of any shape."""
     # As in torchmetrics' SignalNoiseRatio, float32's eps is added to both: without noise, the result is finite.
     eps = torch.finfo(torch.float32).eps
-    return 10 * torch.log10((signal + eps) / (noise + eps))
+    ratio = (signal + eps) / (noise + eps)
+    return 10 * torch.log10(ratio)
 
 
 def _with_one_row(total: ErrorSums) -> ErrorSums:

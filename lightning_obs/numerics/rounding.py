@@ -96,11 +96,13 @@ def round_by_hessian(
     if global_scale is not None:
         scale = scale / global_scale
     left = _reordered(weight, columns, rows).float()
-    step = _reordered(elementwise(scale, weight, args), columns, rows)
+    steps = elementwise(scale, weight, args)
+    step = _reordered(steps, columns, rows)
     if zero_point is None:
         zero = torch.zeros_like(left)
     else:
-        zero = _reordered(elementwise(zero_point.float(), weight, args), columns, rows)
+        zeros = elementwise(zero_point.float(), weight, args)
+        zero = _reordered(zeros, columns, rows)
     levels = torch.empty_like(left)
     if output_factor is None:
         _round_rows(left, step, zero, factor, grid, levels)
@@ -116,7 +118,9 @@ def round_by_hessian(
 def _reordered(matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
     """A copy of ``(R, C)`` as ``(C, R)``, columns and rows in the order in which they are rounded."""
     reordered = matrix.T.index_select(0, columns)
-    return reordered if rows is None else reordered.index_select(1, rows)
+    if rows is None:
+        return reordered
+    return reordered.index_select(1, rows)
 
 
 def _round_blocks(
@@ -137,16 +141,20 @@ def _round_blocks(
     for start in range(0, number_of_rows, height):
         block = slice(start, start + height)
         later = slice(start + height, None)
-        block_left = left[:, block].contiguous()
-        block_step = step[:, block].contiguous()
-        block_zero = zero[:, block].contiguous()
-        _round_rows(block_left, block_step, block_zero, factor, grid, levels[:, block])
+        block_left = left[:, block]
+        block_step = step[:, block]
+        block_zero = zero[:, block]
+        block_levels = levels[:, block]
+        contiguous_left = block_left.contiguous()  # of several blocks a copy, which is written over
+        contiguous_step = block_step.contiguous()
+        contiguous_zero = block_zero.contiguous()
+        _round_rows(contiguous_left, contiguous_step, contiguous_zero, factor, grid, block_levels)
         if start + height < number_of_rows:
-            rounded = (levels[:, block] - zero[:, block]) * step[:, block]
-            error = left[:, block] - rounded
-            corrections = torch.linalg.solve_triangular(
-                output_factor[block, block], output_factor[block, later], upper=True
-            )
+            rounded = (block_levels - block_zero) * block_step
+            error = block_left - rounded
+            of_block = output_factor[block, block]
+            of_later = output_factor[block, later]
+            corrections = torch.linalg.solve_triangular(of_block, of_later, upper=True)
             left[:, later].addmm_(error, corrections, alpha=-1)
 
 
@@ -160,9 +168,11 @@ def _round_rows(
 ) -> None:
     """Write the levels of some rows, panel by panel. All but the factor are ``(C, r)``; ``left`` is written over."""
     round_panel = on_gpu.round_panel if on_gpu.can_run(left) else on_gpu.round_panel_plainly
-    for start in range(0, len(left), _PANEL):
-        panel = slice(start, min(start + _PANEL, len(left)))
-        later = slice(panel.stop, None)
+    columns = len(left)
+    for start in range(0, columns, _PANEL):
+        stop = min(start + _PANEL, columns)
+        panel = slice(start, stop)
+        later = slice(stop, None)
         panel_factor = factor[panel, panel]
         panel_levels, errors = round_panel(left[panel], step[panel], zero[panel], panel_factor, grid)
         levels[panel] = panel_levels
@@ -174,15 +184,17 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
     It needs one matrix in float64.
     """
-    damped = torch.empty_like(hessian, dtype=torch.float64).mT.copy_(hessian)
+    damped = torch.empty_like(hessian, dtype=torch.float64).mT
+    damped.copy_(hessian)
     del hessian  # the caller's may be a temporary
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # A column that no input reached gets the mean, or 1: it is independent of all others.
     for_unreached = torch.where(mean > 0, mean, 1.0)
-    diagonal.copy_(torch.where(diagonal == 0, for_unreached, diagonal))
+    filled = torch.where(diagonal == 0, for_unreached, diagonal)
+    diagonal.copy_(filled)
     diagonal += damping * mean
-    failed = torch.empty(2, dtype=torch.int32, device=damped.device)
+    failed = damped.new_empty(2, dtype=torch.int32)
     torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))
     torch.cholesky_inverse(damped, out=damped)
     torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))

@@ -402,7 +402,9 @@ def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple
 def _observer_name(session: CalibrationSession, target: PlannedModule, base_name: str) -> str:
     """The name of the observer of a module's weight or input; empty without one."""
     observer = session.observers.get((target.name, base_name))
-    return "" if observer is None else observer_name(base_name, observer.args)
+    if observer is None:
+        return ""
+    return observer_name(base_name, observer.args)
 
 
 def _sizes(model: nn.Module) -> dict[str, tuple[int, int]]:

@@ -138,11 +138,19 @@ def _worsening(kind: MetricKind, before: float, after: float) -> float | None:
         return after - before
     is_positive = before > 0 and after > 0
     if kind == "perplexity":
-        return math.log(after / before) if is_positive else None
+        if is_positive:
+            return math.log(after / before)
+        return None
     if kind == "error":
-        return 1 - before / after if before >= 0 and after > 0 else (0.0 if after == 0 else None)
+        if before >= 0 and after > 0:
+            return 1 - before / after
+        if after == 0:
+            return 0.0
+        return None
     if kind == "score":
-        return 1 - after / before if before > 0 else None
+        if before > 0:
+            return 1 - after / before
+        return None
     return None
 
 
@@ -156,7 +164,9 @@ def _by_limits(value: float, limits: tuple[float, float]) -> Grade:
     sign = 1 if good < usable else -1
     if sign * value <= sign * good:
         return "good"
-    return "usable" if sign * value <= sign * usable else "broken"
+    if sign * value <= sign * usable:
+        return "usable"
+    return "broken"
 
 
 def _training_signs(report: Report) -> list[Sign]:

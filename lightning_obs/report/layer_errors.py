@@ -65,7 +65,9 @@ class LayerError:
     @property
     def clipped(self) -> float | None:
         """Share of the input values outside the range of the input scale [%]; None for dynamic inputs."""
-        return None if self.input is None else self.input.clipped
+        if self.input is None:
+            return None
+        return self.input.clipped
 
 
 def measure_layer_errors(

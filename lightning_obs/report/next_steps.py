@@ -111,7 +111,9 @@ class _Run:
     def schemes(self) -> set[str]:
         """The schemes of the run's modules, in a few words each."""
         options = self.report.options
-        return set() if options is None else {describe_scheme(group) for group in options.config.config_groups.values()}
+        if options is None:
+            return set()
+        return {describe_scheme(group) for group in options.config.config_groups.values()}
 
 
 def _remedies(run: _Run) -> list[Step]:
@@ -239,7 +241,9 @@ def _plain_observers(options: CalibrationOptions) -> dict[str, Any]:
 def _weight_observers(options: CalibrationOptions) -> dict[str, Any] | None:
     """The observers of weights alone; None without any."""
     observers = _plain_observers(options)
-    return {"weight": observers["weight"]} if "weight" in observers else None
+    if "weight" in observers:
+        return {"weight": observers["weight"]}
+    return None
 
 
 # ---------------------------------------------------------------------- the words of Python

@@ -24,7 +24,9 @@ def relative_change(before: float, after: float) -> float | None:
     >>> relative_change(2.0, 3.0), relative_change(-1.0, -0.9), relative_change(0.0, 1.0)
     (0.5, 0.09999999999999998, None)
     """
-    return (after - before) / abs(before) if before else None
+    if before:
+        return (after - before) / abs(before)
+    return None
 
 
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
@@ -46,7 +48,9 @@ def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
     """
     divergence, agreement = row.get("divergence"), row.get("agreement")
     texts = {} if divergence is None else {"KL [nats]": number(divergence)}
-    return texts if agreement is None else texts | {"same top-1 [%]": f"{100 * agreement:.2f}"}
+    if agreement is None:
+        return texts
+    return texts | {"same top-1 [%]": f"{100 * agreement:.2f}"}
 
 
 def human_size(size: float) -> str:
@@ -78,5 +82,7 @@ def finite(value: Any, digits: int = 17) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(item, digits) for item in value]
     if isinstance(value, float):
-        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+        if math.isfinite(value):
+            return float(f"{value:.{digits}g}")
+        return None
     return value

@@ -119,7 +119,9 @@ class Comparison:
     def reduced(self, collectives: Collectives) -> Moved | None:
         """The result over all ranks, None if there is none; every rank must call this."""
         divergence, agreeing, positions = collectives.reduce(self._sums.to(collectives.device), "sum").tolist()
-        return Moved(divergence / positions, agreeing / positions, int(positions)) if positions else None
+        if positions:
+            return Moved(divergence / positions, agreeing / positions, int(positions))
+        return None
 
 
 @contextmanager

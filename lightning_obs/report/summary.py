@@ -173,7 +173,9 @@ def _text(text: str, style: str = "") -> Text:
 
 def _number_or_empty(value: float | None, form: str) -> str:
     """A number formatted by ``form``; empty for None and NaN."""
-    return "" if value is None or math.isnan(value) else format(value, form)
+    if value is None or math.isnan(value):
+        return ""
+    return format(value, form)
 
 
 def print_report(report: RenderableType) -> None:

@@ -169,7 +169,9 @@ def as_names(value: str | Iterable[str]) -> list[str]:
     >>> as_names("lm_head"), as_names(["q_proj", "k_proj"])
     (['lm_head'], ['q_proj', 'k_proj'])
     """
-    return [value] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [value]
+    return list(value)
 
 
 def _with_lists(scheme: Any) -> Any:
@@ -447,4 +449,6 @@ def describe(args: QuantizationArgs) -> str:
 def number_format(args: QuantizationArgs | None) -> str | None:
     """``"int4"``, ``"float8"``; None: full precision."""
     # A field left at its default is an enum member, another a string.
-    return None if args is None else f"{QuantizationType(args.type).value}{args.num_bits}"
+    if args is None:
+        return None
+    return f"{QuantizationType(args.type).value}{args.num_bits}"

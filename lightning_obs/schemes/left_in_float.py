@@ -93,4 +93,6 @@ def shares_text(shares: Mapping[str, float]) -> str:
 
 def _percent(share: float) -> str:
     """A share in percent, without decimals."""
-    return f"{100 * share:.0f} %" if share >= 0.01 else "<1 %"
+    if share >= 0.01:
+        return f"{100 * share:.0f} %"
+    return "<1 %"

@@ -24,7 +24,8 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
     """
 
     def compiled(function: Function) -> Function:
-        options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": set(fastmath)}
+        options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        options["fastmath"] = set(fastmath)
         options["inline"] = "always" if inline else "never"
         try:
             return numba.njit(cache=True, **options)(function)
@@ -57,7 +58,8 @@ def _of_float32(bits: Any) -> Any:
 
 
 def _of_bfloat16(bits: Any) -> Any:
-    return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
+    wide = np.uint32(bits)
+    return np.uint32(wide << np.uint32(16)).view(np.float32)
 
 
 def _of_float16(bits: Any) -> Any:

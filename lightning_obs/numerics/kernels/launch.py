@@ -43,7 +43,9 @@ def can_read(value: torch.Tensor) -> bool:
 
 def knows(value: torch.Tensor) -> bool:
     """Whether the loops, where numba is there to compile them, can read this tensor's memory."""
-    return value.dtype in _PATTERNS and value.layout == torch.strided and value.device.type == "cpu"
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        return False
+    return value.dtype in _PATTERNS
 
 
 @functools.cache
@@ -125,8 +127,9 @@ def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: 
         *arguments: collections of one length, one for each argument of ``work``.
         steps: of all the loops together; few steps run in this thread.
     """
-    threads = 1 if steps < _WORTH else min(torch.get_num_threads(), len(arguments[0]))
-    if threads <= 1:
+    calls = len(arguments[0])
+    threads = min(torch.get_num_threads(), calls)
+    if threads <= 1 or steps < _WORTH:
         for of_one_call in zip(*arguments, strict=True):
             work(*of_one_call)
         return
@@ -143,26 +146,31 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     axis = 0 if view.shape[0] >= view.shape[2] else 2
     chunks = view.chunk(_number_of_chunks(view), axis)
-    ends = [torch.empty(2, *chunk.shape[:2], dtype=view.dtype) for chunk in chunks]
+    ends = [view.new_empty(2, *chunk.shape[:2]) for chunk in chunks]
     signed = torch.int32 if view.itemsize == 4 else torch.int16
-    infinity = torch.tensor(torch.inf, dtype=view.dtype).view(signed).item()
+    infinity = torch.tensor(torch.inf, dtype=view.dtype)
+    infinity_bits = infinity.view(signed).item()
 
     def work(chunk: torch.Tensor, chunk_ends: torch.Tensor) -> None:
         ends_bits = chunk_ends.view(signed).numpy()
         bits = memory(chunk).view(ends_bits.dtype)
-        run(loops.extremes, bits, infinity, chunk.stride(), tuple(chunk.shape), ends_bits)
+        run(loops.extremes, bits, infinity_bits, chunk.stride(), tuple(chunk.shape), ends_bits)
 
     in_threads(work, chunks, ends)
     if axis == 0:
         low, high = torch.cat(ends, 1)
         return low, high
     lows, highs = torch.stack(ends, 1)
-    return lows.amin(0), highs.amax(0)
+    low = lows.amin(0)
+    high = highs.amax(0)
+    return low, high
 
 
 def _number_of_chunks(value: torch.Tensor) -> int:
     """Into how many parts a tensor is split for threads."""
-    return 1 if value.numel() <= _PART else torch.get_num_threads()
+    if value.numel() <= _PART:
+        return 1
+    return torch.get_num_threads()
 
 
 def count_values(values: torch.Tensor) -> torch.Tensor:
@@ -177,7 +185,9 @@ def count_values(values: torch.Tensor) -> torch.Tensor:
         run(loop, memory(chunk), chunk_counts.numpy())
 
     in_threads(work, chunks, counts)
-    return counts.sum(0) if len(chunks) > 1 else counts[0]
+    if len(chunks) > 1:
+        return counts.sum(0)
+    return counts[0]
 
 
 def channel_squares(rows: torch.Tensor) -> torch.Tensor:
@@ -186,10 +196,13 @@ def channel_squares(rows: torch.Tensor) -> torch.Tensor:
 
     chunks = rows.chunk(_number_of_chunks(rows), 1)
     sums = torch.zeros(rows.shape[1], dtype=torch.float64)
-    sums_of_chunks = sums.split([chunk.shape[1] for chunk in chunks])
+    widths = [chunk.shape[1] for chunk in chunks]
+    sums_of_chunks = sums.split(widths)
 
     def work(chunk: torch.Tensor, chunk_sums: torch.Tensor) -> None:
-        run(loops.squares, memory(chunk), chunk.shape[1], chunk.stride(0), chunk_sums.numpy())
+        columns = chunk.shape[1]
+        row_stride = chunk.stride(0)
+        run(loops.squares, memory(chunk), columns, row_stride, chunk_sums.numpy())
 
     in_threads(work, chunks, sums_of_chunks)
     return sums

@@ -49,9 +49,11 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
                 high[a, b] = most
     for a in range(shape[0]):
         for b in range(shape[1]):
-            has_nan = high[a, b] > infinity or low[a, b] < ~infinity
-            ends[0, a, b] = mask if has_nan else key_of(low[a, b], mask)
-            ends[1, a, b] = mask if has_nan else key_of(high[a, b], mask)
+            least = low[a, b]
+            most = high[a, b]
+            has_nan = most > infinity or least < ~infinity
+            ends[0, a, b] = mask if has_nan else key_of(least, mask)
+            ends[1, a, b] = mask if has_nan else key_of(most, mask)
 
 
 @jit()
@@ -73,8 +75,7 @@ def count_rounded(bits: Any, counts: Any) -> None:
         for i in range(piece.size):
             codes[i] = pattern_of(piece[i])
         count_codes(codes[: piece.size], even, odd)
-    for code in range(65536):
-        counts[code] += np.int64(even[code]) + np.int64(odd[code])
+    add_tables(even, odd, counts)
 
 
 @jit()
@@ -83,8 +84,15 @@ def count(bits: Any, counts: Any) -> None:
     even = np.zeros(65536, np.uint32)
     odd = np.zeros(65536, np.uint32)
     count_codes(bits, even, odd)
+    add_tables(even, odd, counts)
+
+
+@jit()
+def add_tables(even: Any, odd: Any, counts: Any) -> None:
+    """Add two tables of 32 bits to ``(65536,)`` in int64."""
     for code in range(65536):
-        counts[code] += np.int64(even[code]) + np.int64(odd[code])
+        counts[code] += np.int64(even[code])
+        counts[code] += np.int64(odd[code])
 
 
 @jit()
@@ -92,10 +100,13 @@ def count_codes(codes: Any, even: Any, odd: Any) -> None:
     """Count codes at even and at odd places in two tables, so that equal neighbours do not wait for each other."""
     half = codes.size // 2
     for i in range(half):
-        even[codes[2 * i]] += np.uint32(1)
-        odd[codes[2 * i + 1]] += np.uint32(1)
+        first = codes[2 * i]
+        second = codes[2 * i + 1]
+        even[first] += np.uint32(1)
+        odd[second] += np.uint32(1)
     if codes.size % 2:
-        even[codes[codes.size - 1]] += np.uint32(1)
+        last = codes[codes.size - 1]
+        even[last] += np.uint32(1)
 
 
 @jit()
@@ -107,7 +118,8 @@ def pattern_of(bits: Any) -> Any:
     near = np.uint32(np.uint32(wide + np.uint32(0x7FFF)) + is_odd)
     magnitude = np.uint32(wide & np.uint32(0x7FFFFFFF))
     is_nan = magnitude > np.uint32(0x7F800000)
-    return np.uint16(0x7FC0) if is_nan else np.uint16(np.uint32(near >> np.uint32(16)))
+    rounded = np.uint32(near >> np.uint32(16))
+    return np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
 
 @jit("contract")
@@ -115,7 +127,8 @@ def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
     """Add the square of each value of ``(rows, columns)`` to ``(columns,)`` in float64; ``stride`` is that of a row."""
     rows = (bits.size - columns) // stride + 1
     for row in range(rows):
-        piece = bits[row * stride : row * stride + columns]
+        start = row * stride
+        piece = bits[start : start + columns]
         for c in range(columns):
             value = np.float64(value_of(piece[c]))
             sums[c] += value * value
