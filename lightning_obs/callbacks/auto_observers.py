@@ -42,12 +42,11 @@ class AutoObservers:
 
     Args:
         requested: the callback's options, without observers for the tensors to choose for.
-        candidates: by base name, the observers to choose from; empty: the default candidates that fit the model;
-            None: nothing is chosen.
+        candidates: by base name, the observers to choose from; empty: the default candidates that fit the model.
         is_masked: whether batches have a token mask, with which nothing can be chosen.
     """
 
-    def __init__(self, requested: CalibrationOptions, candidates: Candidates | None, is_masked: bool) -> None:
+    def __init__(self, requested: CalibrationOptions, candidates: Candidates, is_masked: bool) -> None:
         self._requested = requested
         self._candidates = candidates
         self._is_masked = is_masked
@@ -56,11 +55,6 @@ class AutoObservers:
         self.choice: ObserverChoice | None = None  # the scores; None before the choice, and after a resume
         self._inputs = KeptBatches()
         self._remove_hook: Callable[[], None] | None = None
-
-    @property
-    def is_on(self) -> bool:
-        """Whether observers are chosen by measurement."""
-        return self._candidates is not None
 
     @property
     def is_keeping(self) -> bool:
@@ -90,7 +84,7 @@ class AutoObservers:
 
     def start(self, session: CalibrationSession) -> None:
         """Keep the model's inputs from now on, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
-        if not self.is_on or self._chosen_options is not None:
+        if self._chosen_options is not None:
             return
         self.require_possible(session)
         self.stop()

@@ -19,16 +19,19 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, split_candidates
-from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
-from lightning_obs.callbacks.logged_results import LoggedResults
-from lightning_obs.callbacks.observed_batches import ObservedBatches
+from lightning_obs.callbacks.observed_batches import ObservedBatches, ValidationSchedule
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
 from lightning_obs.callbacks.results import Results
-from lightning_obs.callbacks.session_callback import SessionCallback, restore_outside_of_fit, stop_all
+from lightning_obs.callbacks.session_callback import (
+    PartOfRun,
+    SessionCallback,
+    export_at_end,
+    restore_outside_of_fit,
+    stop_all,
+)
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.trainer_session import TrainerSession
-from lightning_obs.callbacks.validation_schedule import ValidationSchedule
 from lightning_obs.choice.observer_choice import Candidates, ObserverChoice
 from lightning_obs.errors import CalibrationError, name_list, refuse, refuse_unknown, require_bool, warn
 from lightning_obs.files.sealed import sealed
@@ -149,38 +152,42 @@ class CalibrationCallback(SessionCallback):
         require_bool(show=show)
         calibration_options = CalibrationOptions.of(scheme, **options)
         trainer_session = TrainerSession(module)
-        export_at_end = ExportAtEnd(export_folder, export_overwrite)
+        export = export_at_end(export_folder, export_overwrite)
         self.batches = ObservedBatches(token_mask, max_batches, dataloaders)
-        self.quantized_metrics = QuantizedMetrics(evaluate)
-        self.schedule = ValidationSchedule(every_n_epochs, sanity_check, self.quantized_metrics.is_on)
-        self.auto = AutoObservers(calibration_options, candidates, is_masked=token_mask is not None)
+        evaluates = evaluate != 0  # False is 0
+        self.schedule = ValidationSchedule(every_n_epochs, sanity_check, starts_at_once=evaluates)
+        parts_of_run: list[PartOfRun] = [self.batches, self.schedule]
+        #: the second pass of each validation and test; None without ``evaluate``
+        self.quantized_metrics: QuantizedMetrics | None = None
+        if evaluates:
+            self.quantized_metrics = QuantizedMetrics(evaluate)
+            parts_of_run.append(self.quantized_metrics)
+        #: chooses the observers; None: the options name them
+        self.auto: AutoObservers | None = None
+        if candidates is not None:
+            self.auto = AutoObservers(calibration_options, candidates, is_masked=token_mask is not None)
+            parts_of_run.append(self.auto)
         self.show = show
         results = Results(
             trainer_session,
             calibration_options.label,
-            export_at_end.folder,
+            log,
+            None if export is None else export.folder,
             quantized_metrics=self.quantized_metrics,
             auto=self.auto,
             is_masked=token_mask is not None,
         )
-        super().__init__(
-            calibration_options,
-            trainer_session,
-            results,
-            LoggedResults(log),
-            export_at_end,
-            parts_of_run=[self.batches, self.quantized_metrics, self.schedule, self.auto],
-        )
+        super().__init__(calibration_options, trainer_session, results, export, parts_of_run)
 
     @property
     def choice(self) -> ObserverChoice | None:
         """The scores where observers are chosen by measurement; None: not chosen, or chosen by an earlier run."""
-        return self.auto.choice
+        return None if self.auto is None else self.auto.choice
 
     @property
     def moved(self) -> Moved | None:
         """How far the last validation's quantized predictions are from the unquantized ones; None: not measured."""
-        return self.quantized_metrics.moved
+        return None if self.quantized_metrics is None else self.quantized_metrics.moved
 
     # ------------------------------------------------------------------ before the first batch
 
@@ -188,10 +195,12 @@ class CalibrationCallback(SessionCallback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse, before the first batch, setups that would fail in the end."""
         super().setup(trainer, pl_module, stage)
+        if self.quantized_metrics is None:
+            return
         self.quantized_metrics.require_possible(trainer, pl_module)
         evaluating = 0
         for callback in trainer.callbacks:
-            if isinstance(callback, CalibrationCallback) and callback.quantized_metrics.is_on:
+            if isinstance(callback, CalibrationCallback) and callback.quantized_metrics is not None:
                 evaluating += 1
         self.quantized_metrics.scheme_in_names = self.label if evaluating > 1 else ""
 
@@ -205,7 +214,7 @@ class CalibrationCallback(SessionCallback):
             remedy="list the calibration first: callbacks=[calibration, averaging].",
         )
         session = self.prepare(trainer, pl_module)
-        if self.auto.is_on:
+        if self.auto is not None:
             self.auto.require_possible(session)
         if not trainer.enable_validation and not session.has_written:
             warn(
@@ -225,18 +234,21 @@ class CalibrationCallback(SessionCallback):
             return
         if not is_due:
             self.schedule.watch(trainer, session)
-        if self.quantized_metrics.is_on and not trainer.sanity_checking and (is_due or session.has_written):
+        is_measured = not trainer.sanity_checking and (is_due or session.has_written)
+        if self.quantized_metrics is not None and is_measured:
             self.quantized_metrics.start(trainer, pl_module, session)
         if is_due:
             self.batches.start(trainer, session)
-            self.auto.start(session)
+            if self.auto is not None:
+                self.auto.start(session)
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Keep the batch for the second pass; observe it, if the session is attached. In a test it is not."""
-        self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
+        if self.quantized_metrics is not None:
+            self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
 
     on_test_batch_start = on_validation_batch_start
@@ -248,13 +260,14 @@ class CalibrationCallback(SessionCallback):
         ModelCheckpoint, which runs later, saves the parameters and can monitor the metrics.
         """
         if self.session is not None and self.session.is_attached:
-            if self.auto.is_keeping:
+            if self.auto is not None and self.auto.is_keeping:
                 with trainer.precision_plugin.val_step_context():
                     self.trainer_session.session = self.auto.choose(self.session)
                 self.options = self.auto.options
             if self._finalize():
                 self._show_calibration(trainer, pl_module)
-        self.quantized_metrics.measure(trainer, pl_module, self.trainer_session, self.loggers)
+        if self.quantized_metrics is not None:
+            self.quantized_metrics.measure(trainer, pl_module, self.trainer_session, self.results.log_prefix)
 
     on_test_epoch_end = on_validation_epoch_end
 
@@ -267,7 +280,7 @@ class CalibrationCallback(SessionCallback):
             if session is None or not (session.observation.is_fitting and session.observation.lacks_data):
                 raise
             warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
-            if not session.has_written:
+            if self.quantized_metrics is not None and not session.has_written:
                 self.quantized_metrics.stop()
             return False
         return True
@@ -275,8 +288,8 @@ class CalibrationCallback(SessionCallback):
     def _show_calibration(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give a calibration to the loggers, and print its worst layers in ``trainer.validate``."""
         is_printed = self.show and trainer.state.fn == TrainerFn.VALIDATING
-        errors = self.layer_errors() if is_printed or self.loggers.is_on(trainer) else []
-        self.results.log_calibration(trainer, pl_module, self.loggers, errors)
+        errors = self.layer_errors() if is_printed or self.results.logs(trainer) else []
+        self.results.log_calibration(trainer, pl_module, errors)
         if is_printed and errors and trainer.is_global_zero:
             print_report(layer_table(errors[:_LAYERS_SHOWN]))
 
@@ -293,7 +306,7 @@ class CalibrationCallback(SessionCallback):
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
         super().on_test_start(trainer, pl_module)
-        if not self.quantized_metrics.is_on:
+        if self.quantized_metrics is None:
             return
         if self.session is None or not self.session.has_written:
             warn(f"{self.label}: nothing was calibrated, so evaluate has nothing to measure in this test.")
@@ -330,15 +343,16 @@ class CalibrationCallback(SessionCallback):
         state = self.session.state_dict()
         if not state["qparams"]:
             return {}
-        choice = self.auto.state_dict()
+        choice = {} if self.auto is None else self.auto.state_dict()
         return sealed({**state, **choice}) if choice else state
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
         super().load_state_dict(state_dict)
-        self.auto.load_state_dict(state_dict)
-        self.options = self.auto.options
+        if self.auto is not None:
+            self.auto.load_state_dict(state_dict)
+            self.options = self.auto.options
 
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:

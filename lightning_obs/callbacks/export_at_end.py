@@ -16,7 +16,7 @@ from torch import nn
 from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of
-from lightning_obs.errors import CalibrationError, require_bool, require_kind
+from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import require_free
 from lightning_obs.model.checksums import refuse_unmerged
 from lightning_obs.model.weight import in_shards
@@ -30,20 +30,13 @@ class ExportAtEnd:
     """Writes a callback's ``export_folder`` at the end of its runs.
 
     Args:
-        folder: of the checkpoint; None: nothing is written.
+        folder: of the checkpoint.
         overwrite: replace a checkpoint that was in the folder before the first run. The checkpoints that this object
             has written itself are always replaced.
-
-    Raises:
-        CalibrationError: an argument of another type, or ``overwrite`` without a folder.
     """
 
-    def __init__(self, folder: str | os.PathLike[str] | None, overwrite: bool) -> None:
-        require_bool(export_overwrite=overwrite)
-        if overwrite and folder is None:
-            raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
-        require_kind("export_folder", folder, (str, os.PathLike), "a folder")
-        self.folder = None if folder is None else Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], overwrite: bool) -> None:
+        self.folder = Path(folder)
         self._overwrite = overwrite
 
     def require_possible(self, trainer: Trainer) -> None:
@@ -52,7 +45,7 @@ class ExportAtEnd:
         Raises:
             CalibrationError: the folder is taken, or this fit does not validate.
         """
-        if trainer.fast_dev_run and self.folder is not None:
+        if trainer.fast_dev_run:
             rank_zero_info(f"fast_dev_run: {self.folder} is not written")
         folder = self._folder_of_run(trainer)
         if folder is None:
@@ -70,7 +63,7 @@ class ExportAtEnd:
 
     def require_merged(self, model: nn.Module) -> None:
         """Refuse sharded weights whose adapters would have to be merged for the checkpoint."""
-        if self.folder is not None and any(in_shards(module) for module in model.modules()):
+        if any(in_shards(module) for module in model.modules()):
             refuse_unmerged(model, "export_folder, of sharded weights,")
 
     def write(self, trainer: Trainer, results: Results) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import class_of
-from lightning_obs.errors import require_bool
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.page import layer_row, write_csv
 
@@ -19,44 +18,33 @@ if TYPE_CHECKING:
     from lightning.pytorch.loggers import Logger
 
 
-class LoggedResults:
-    """Gives results to the Trainer's loggers, under names that begin with ``quant/``.
+def log_number(pl_module: LightningModule, name: str, value: float) -> None:
+    """Log a number that is equal on all ranks, or whose largest counts (the time)."""
+    pl_module.log(name, torch.tensor(value), sync_dist=True, reduce_fx="max")
+
+
+def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, errors: Sequence[LayerError]) -> None:
+    """Give the table of all layers to each logger that takes one; rank 0 does.
+
+    TensorBoard gets a text and a histogram, the CSV logger a file beside its own, and a logger with ``log_table``
+    (Weights & Biases) a table.
 
     Args:
-        log: whether to log; None: if the Trainer has loggers.
+        trainer: has the loggers.
+        prefix: begins the names of what is logged: ``"quant"``, or with the scheme ``"quant/FP8"``.
+        session: has the observers of the layers.
+        errors: of the layers.
     """
-
-    def __init__(self, log: bool | None) -> None:
-        if log is not None:
-            require_bool(log=log)
-        self._log = log
-        #: begins the names; with a scheme in it where a Trainer has several callbacks
-        self.prefix = "quant"
-
-    def is_on(self, trainer: Trainer) -> bool:
-        """Whether the Trainer's loggers get the results."""
-        return bool(trainer.loggers) if self._log is None else self._log
-
-    def log_number(self, pl_module: LightningModule, name: str, value: float) -> None:
-        """Log a number that is equal on all ranks, or whose largest counts (the time)."""
-        pl_module.log(f"{self.prefix}/{name}", torch.tensor(value), sync_dist=True, reduce_fx="max")
-
-    def log_layers(self, trainer: Trainer, session: CalibrationSession, errors: Sequence[LayerError]) -> None:
-        """Give the table of all layers to each logger that takes one; rank 0 does.
-
-        TensorBoard gets a text and a histogram, the CSV logger a file beside its own, and a logger with ``log_table``
-        (Weights & Biases) a table.
-        """
-        if not trainer.is_global_zero:
-            return
-        observers: dict[str, dict[str, Any]] = {}
-        for (name, base_name), observer in session.observers.items():
-            observers.setdefault(name, {})[f"{base_name}_observer"] = observer.args.observer
-        rows = []
-        for error in errors:
-            rows.append({**layer_row(error), **observers.get(error.name, {})})
-        for logger in trainer.loggers:
-            _log_table(logger, self.prefix, rows, trainer.global_step)
+    if not trainer.is_global_zero:
+        return
+    observers: dict[str, dict[str, Any]] = {}
+    for (name, base_name), observer in session.observers.items():
+        observers.setdefault(name, {})[f"{base_name}_observer"] = observer.args.observer
+    rows = []
+    for error in errors:
+        rows.append({**layer_row(error), **observers.get(error.name, {})})
+    for logger in trainer.loggers:
+        _log_table(logger, prefix, rows, trainer.global_step)
 
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:

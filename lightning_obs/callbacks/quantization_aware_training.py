@@ -19,13 +19,16 @@ from typing_extensions import Unpack, override
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.distillation import Distillation
-from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import TrainerFn
-from lightning_obs.callbacks.logged_results import LoggedResults
 from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.callbacks.quantized_fit import QuantizedFit
 from lightning_obs.callbacks.results import Results
-from lightning_obs.callbacks.session_callback import SessionCallback, restore_outside_of_fit, stop_all
+from lightning_obs.callbacks.session_callback import (
+    SessionCallback,
+    export_at_end,
+    restore_outside_of_fit,
+    stop_all,
+)
 from lightning_obs.callbacks.strategies import average_gradients
 from lightning_obs.callbacks.trainable import require_precision, require_trainable
 from lightning_obs.callbacks.trainer_session import TrainerSession
@@ -164,19 +167,19 @@ class QuantizationAwareTraining(SessionCallback):
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
         trainer_session = TrainerSession(module)
-        export_at_end = ExportAtEnd(export_folder, export_overwrite)
+        export = export_at_end(export_folder, export_overwrite)
         results = Results(
             trainer_session,
             calibration_options.label,
-            export_at_end.folder,
+            log,
+            None if export is None else export.folder,
             require_exportable=self.quantized_fit.require_ranges,
         )
         super().__init__(
             calibration_options,
             trainer_session,
             results,
-            LoggedResults(log),
-            export_at_end,
+            export,
             parts_of_run=[self.quantized_fit, self.batches, self.changes_of_fit],
         )
 
@@ -205,7 +208,7 @@ class QuantizationAwareTraining(SessionCallback):
         if training.learned is not None and trainer.optimizers:
             training.learned.join(trainer.optimizers)
         if self.distillation.is_on:
-            log = self.loggers.is_on(trainer)
+            log = self.results.logs(trainer)
             unwrap_step = self.distillation.wrap_step(pl_module, training, self.batches, log)
             self.changes_of_fit.callback(unwrap_step)
 
@@ -289,7 +292,7 @@ class QuantizationAwareTraining(SessionCallback):
             else:
                 self.quantized_fit.gather_statistics()
         if self.trainer_session.has_calibrated and not trainer.sanity_checking:
-            self.results.log_calibration(trainer, pl_module, self.loggers)
+            self.results.log_calibration(trainer, pl_module)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.logged_results import LoggedResults
+from lightning_obs.callbacks.logged_results import log_number
 from lightning_obs.callbacks.quantized_validation import QuantizedValidation, quantized_name, require_batches
 from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.errors import CalibrationError
@@ -25,14 +25,14 @@ class QuantizedMetrics:
     """Runs the second pass of each validation and test, and logs its metrics as ``<name>_quantized``.
 
     Args:
-        evaluate: True, or the share in (0, 1] of each loader's batches to run again; False: no second pass.
+        evaluate: True, or the share in (0, 1] of each loader's batches to run again.
 
     Raises:
         CalibrationError: ``evaluate`` is no share.
     """
 
     def __init__(self, evaluate: bool | float) -> None:
-        if not isinstance(evaluate, (int, float)) or not 0 <= evaluate <= 1:
+        if not isinstance(evaluate, (int, float)) or not 0 < evaluate <= 1:
             raise CalibrationError("evaluate", got=repr(evaluate), expected="True, False, or a share in (0, 1]")
         self._share = float(evaluate)
         #: the scheme in the names of metrics, where several callbacks of a Trainer measure theirs; else empty
@@ -43,15 +43,9 @@ class QuantizedMetrics:
         self.higher_is_better: dict[str, bool] = {}
         self._second_pass: QuantizedValidation | None = None  # of the validation or test that runs now
 
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a second pass."""
-        return self._share > 0
-
     def require_possible(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse, in ``setup``, a step that fetches its batches itself: they could not be run again."""
-        if self.is_on:
-            require_batches(trainer, pl_module, "evaluate")
+        require_batches(trainer, pl_module, "evaluate")
 
     def start(self, trainer: Trainer, pl_module: LightningModule, session: CalibrationSession) -> None:
         """Make ready for the second pass of a validation or test that starts."""
@@ -63,7 +57,7 @@ class QuantizedMetrics:
             self._second_pass.keep_batch(batch, batch_idx, dataloader_idx)
 
     def measure(
-        self, trainer: Trainer, pl_module: LightningModule, trainer_session: TrainerSession, loggers: LoggedResults
+        self, trainer: Trainer, pl_module: LightningModule, trainer_session: TrainerSession, log_prefix: str
     ) -> None:
         """Run the second pass and log its metrics, if one was started; called at the end of the epoch, on all ranks."""
         if self._second_pass is None:
@@ -74,8 +68,8 @@ class QuantizedMetrics:
         self.moved = self._second_pass.moved
         self.higher_is_better |= self._second_pass.higher_is_better
         if self.moved is not None:
-            loggers.log_number(pl_module, "divergence", self.moved.divergence)
-            loggers.log_number(pl_module, "agreement", self.moved.agreement)
+            log_number(pl_module, f"{log_prefix}/divergence", self.moved.divergence)
+            log_number(pl_module, f"{log_prefix}/agreement", self.moved.agreement)
 
     def stop(self) -> None:
         """Give up the second pass, if one was started. Can be called at any time, any number of times."""

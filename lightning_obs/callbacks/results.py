@@ -13,7 +13,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.deep_copies import DeepCopies
-from lightning_obs.callbacks.logged_results import LoggedResults
+from lightning_obs.callbacks.logged_results import log_layers, log_number
 from lightning_obs.callbacks.possible_steps import can_choose_observers, takes_options
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
 from lightning_obs.callbacks.quantized_validation import quantized_name
@@ -21,7 +21,7 @@ from lightning_obs.callbacks.trainable import can_train
 from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
-from lightning_obs.errors import refuse_unknown
+from lightning_obs.errors import refuse_unknown, require_bool
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates, fact_names, known_facts
@@ -37,22 +37,28 @@ class Results:
     """Reads a callback's results from its session and from what its runs have measured.
 
     A library may deep-copy a callback and run the copy (neuralforecast does). The original's results are then the
-    copy's (:class:`~lightning_obs.callbacks.deep_copies.DeepCopies`).
+    copy's.
 
     Args:
         trainer_session: holds the session.
         label: of the scheme; the report's title.
+        log: whether the Trainer's loggers get the results; None: if there are loggers.
         export_folder: where a checkpoint is written at the end of a run; None: nowhere.
-        quantized_metrics: measures the quantized model in a second pass; None: the callback never does.
+        quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
         is_masked: whether batches have a token mask.
-        require_exportable: raises a :class:`CalibrationError` for a calibration that cannot be exported yet.
+        require_exportable: of a callback that trains the model; raises a :class:`CalibrationError` if its calibration
+            cannot be exported yet.
+
+    Raises:
+        CalibrationError: ``log`` is neither a bool nor None.
     """
 
     def __init__(
         self,
         trainer_session: TrainerSession,
         label: str,
+        log: bool | None,
         export_folder: Path | None,
         *,
         quantized_metrics: QuantizedMetrics | None = None,
@@ -60,10 +66,15 @@ class Results:
         is_masked: bool = False,
         require_exportable: Callable[[], None] | None = None,
     ) -> None:
+        if log is not None:
+            require_bool(log=log)
         self.trainer_session = trainer_session
+        #: begins the names of logged numbers; with a scheme in it where a Trainer has several callbacks
+        self.log_prefix = "quant"
         self.drift = ScaleDrift()  # of the scales, calibration by calibration
         self.was_trained = False  # whether a fit has trained the model through the quantization
         self._label = label
+        self._log = log
         self._export_folder = export_folder
         self._quantized_metrics = quantized_metrics
         self._auto = auto
@@ -71,9 +82,22 @@ class Results:
         self._require_exportable = require_exportable
         #: the metrics that each validation has logged, as tensors: their values are read when somebody asks
         self._validations: list[dict[str, Any]] = []
-        self._copies = DeepCopies()
+        self._copies: DeepCopies | None = None  # these results and their deep copies; None: there are no copies
 
     # ------------------------------------------------------------------ of this object or of a copy
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Called when the callback is copied: from now on, the copy and these results know of one another."""
+        if self._copies is None:
+            self._copies = DeepCopies()
+            if self.session is not None:
+                self._copies.register(self)
+        return vars(self)
+
+    @property
+    def _source(self) -> Results:
+        """The results that answer for these: of the deep copy that ran in their place, else these."""
+        return self if self._copies is None else self._copies.with_results(self)
 
     @property
     def session(self) -> CalibrationSession | None:
@@ -86,13 +110,14 @@ class Results:
         return self.trainer_session.has_calibrated
 
     def register(self) -> None:
-        """Let the callbacks that are deep copies of one another know that this one has a session now."""
-        self._copies.register(self)
+        """Let deep copies know that these results have a session now."""
+        if self._copies is not None:
+            self._copies.register(self)
 
     @property
     def result(self) -> CalibrationResult | None:
         """The result of the last calibration; None before it."""
-        session = self._copies.with_results(self).session
+        session = self._source.session
         return None if session is None else session.result
 
     # ------------------------------------------------------------------ for users
@@ -108,7 +133,7 @@ class Results:
         Raises:
             CalibrationError: nothing was calibrated yet, or the checkpoint cannot be written.
         """
-        source = self._copies.with_results(self)
+        source = self._source
         if source._require_exportable is not None:
             source._require_exportable()
         session = source.trainer_session.require_calibrated()
@@ -134,7 +159,7 @@ class Results:
         Raises:
             CalibrationError: nothing was calibrated yet; ``batches`` for a module without ``forward``.
         """
-        session = self._copies.with_results(self).trainer_session.require_calibrated()
+        session = self._source.trainer_session.require_calibrated()
         if batches is not None:
             require_forward(session.model, "layer_errors(batches)")
         with session.in_force():
@@ -166,7 +191,7 @@ class Results:
             CalibrationError: nothing was calibrated yet.
         """
         refuse_unknown(facts, fact_names())
-        session = self._copies.with_results(self).trainer_session.require_calibrated()
+        session = self._source.trainer_session.require_calibrated()
         counts: dict[str, Support] = {}
         errors = self.layer_errors(batches, counts)
         if session.collectives.rank != 0:
@@ -180,7 +205,7 @@ class Results:
         Args:
             **facts: facts to add, or to replace, as :meth:`.Report.of` takes them.
         """
-        source = self._copies.with_results(self)
+        source = self._source
         if source is not self:
             return source.facts(**facts)
         gathered = known_facts(self.trainer_session.require_calibrated())
@@ -209,42 +234,41 @@ class Results:
             return takes_options(session, step.changes)
         if step.name in ("export", "serve", "load", "budget", "untrained"):
             return True
-        if self._quantized_metrics is None:
+        if self._require_exportable is not None:  # the callback trains the model
             return False
         if step.name == "measure":
-            return not self._quantized_metrics.is_on and self._has_logged_metrics
+            return self._quantized_metrics is None and self._has_logged_metrics
         if step.name == "observers":
-            has_logits = self._quantized_metrics.moved is not None
+            has_logits = self._quantized_metrics is not None and self._quantized_metrics.moved is not None
             return has_logits and not self._is_masked and can_choose_observers(session)
         return step.name == "fine_tune" and can_train(session, self.trainer_session.pl_module)
 
     # ------------------------------------------------------------------ at the end of a validation
 
+    def logs(self, trainer: Trainer) -> bool:
+        """Whether the Trainer's loggers get the results."""
+        return bool(trainer.loggers) if self._log is None else self._log
+
     def log_calibration(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        loggers: LoggedResults,
-        errors: Sequence[LayerError] | None = None,
+        self, trainer: Trainer, pl_module: LightningModule, errors: Sequence[LayerError] | None = None
     ) -> None:
         """Record the scales, and give a calibration to the loggers; called in ``on_validation_epoch_end``.
 
         Args:
             trainer: runs the validation.
             pl_module: logs the numbers.
-            loggers: are on, or nothing is logged.
             errors: of the layers; None: they are measured, without data.
         """
         session = self.trainer_session.require_calibrated()
         self.drift.add(trainer.global_step, session.qparams)
-        if not loggers.is_on(trainer):
+        if not self.logs(trainer):
             return
         if errors is None:
             errors = self.layer_errors()
         numbers = aggregates(session.result, errors) | self.drift.numbers()
         for name, value in numbers.items():
-            loggers.log_number(pl_module, name, value)
-        loggers.log_layers(trainer, session, errors)
+            log_number(pl_module, f"{self.log_prefix}/{name}", value)
+        log_layers(trainer, self.log_prefix, session, errors)
 
     def keep_metrics(self, trainer: Trainer) -> None:
         """Keep the metrics that a validation has logged, when it ends; nothing of ``quant/``, nor of a sanity check."""
@@ -259,14 +283,14 @@ class Results:
     def curves(self) -> list[dict[str, float]]:
         """The metrics that each validation has logged, with their ``step``."""
         curves = []
-        for logged in self._copies.with_results(self)._validations:
+        for logged in self._source._validations:
             curves.append({name: float(value) for name, value in logged.items()})
         return curves
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
         """By name, each metric of the last validation and of its second, quantized pass."""
-        source = self._copies.with_results(self)
+        source = self._source
         if not source.curves:
             return {}
         scheme = "" if source._quantized_metrics is None else source._quantized_metrics.scheme_in_names

@@ -16,11 +16,11 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback
-from lightning_obs.callbacks.logged_results import LoggedResults
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import leave_in_place
 from lightning_obs.callbacks.trainer_session import TrainerSession, state_in_checkpoint
 from lightning_obs.callbacks.which_module import describe
+from lightning_obs.errors import CalibrationError, require_bool, require_kind
 from lightning_obs.files.tensors import Progress
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
@@ -46,9 +46,8 @@ class SessionCallback(Callback):
         options: of the calibration, checked when they were made.
         label: of the scheme; also a part of the key of this callback's state in checkpoints.
         trainer_session: makes and keeps the session.
-        results: exports, reports, and keeps what validations have logged.
-        loggers: gives results to the Trainer's loggers.
-        export_at_end: writes ``export_folder``.
+        results: exports, reports, logs, and keeps what validations have logged.
+        export_at_end: writes ``export_folder``; None: there is none.
         parts_of_run: leave nothing behind when a run ends, however it ends.
     """
 
@@ -61,8 +60,7 @@ class SessionCallback(Callback):
         options: CalibrationOptions,
         trainer_session: TrainerSession,
         results: Results,
-        loggers: LoggedResults,
-        export_at_end: ExportAtEnd,
+        export_at_end: ExportAtEnd | None,
         parts_of_run: Sequence[PartOfRun],
     ) -> None:
         self.options = options
@@ -70,7 +68,6 @@ class SessionCallback(Callback):
         self.state_key = str(self._generate_state_key(scheme=self.label, module=trainer_session.module_path))
         self.trainer_session = trainer_session
         self.results = results
-        self.loggers = loggers
         self.export_at_end = export_at_end
         self.parts_of_run = [trainer_session, *parts_of_run]
 
@@ -193,7 +190,8 @@ class SessionCallback(Callback):
         if session is not earlier_session:
             self.results.register()
             rank_zero_info(f"{self.label}: {describe(pl_module, self.trainer_session.module_path, session)}")
-        self.export_at_end.require_merged(session.model)
+        if self.export_at_end is not None:
+            self.export_at_end.require_merged(session.model)
         return session
 
     @override
@@ -206,10 +204,11 @@ class SessionCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse an ``export_folder`` that cannot be written in the end; keep an offloaded model where it is."""
-        self.export_at_end.require_possible(trainer)
+        if self.export_at_end is not None:
+            self.export_at_end.require_possible(trainer)
         leave_in_place(trainer, pl_module)
         has_company = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) > 1
-        self.loggers.prefix = f"quant/{self.label}" if has_company else "quant"
+        self.results.log_prefix = f"quant/{self.label}" if has_company else "quant"
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -229,7 +228,21 @@ class SessionCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind; write the checkpoint to ``export_folder``."""
         stop_all(self.parts_of_run)
-        self.export_at_end.write(trainer, self.results)
+        if self.export_at_end is not None:
+            self.export_at_end.write(trainer, self.results)
+
+
+def export_at_end(folder: str | os.PathLike[str] | None, overwrite: bool) -> ExportAtEnd | None:
+    """Make the part that writes a callback's ``export_folder``; None without a folder.
+
+    Raises:
+        CalibrationError: an argument of another type, or ``overwrite`` without a folder.
+    """
+    require_bool(export_overwrite=overwrite)
+    if overwrite and folder is None:
+        raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
+    require_kind("export_folder", folder, (str, os.PathLike), "a folder")
+    return None if folder is None else ExportAtEnd(folder, overwrite)
 
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
