@@ -25,7 +25,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.model.additions import keep_hook_out
-from lightning_obs.moe.experts import LinearExperts, SortedExperts, expert_containers
+from lightning_obs.moe.experts import LinearExperts, SortedExperts
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver
 from lightning_obs.observers.segments import observe_segments, takes_segments
@@ -51,18 +51,16 @@ class ExpertWatch:
 
     Args:
         model: the calibrated model.
+        containers: the experts of each of its layers, by the name of the module that holds them.
         all_experts: let every expert observe all tokens, in a run of its own.
 
     Attributes:
-        containers: the experts of each layer, by the name of the module that holds them.
+        containers: as given.
         is_forcing: whether experts run on all tokens now.
-
-    Raises:
-        CalibrationError: ``all_experts``, and the model has no experts.
     """
 
-    def __init__(self, model: nn.Module, all_experts: bool = False) -> None:
-        self.containers = expert_containers(model)
+    def __init__(self, model: nn.Module, containers: Mapping[str, list[nn.Module]], all_experts: bool = False) -> None:
+        self.containers = containers
         self.is_forcing = False
         self._all_experts = all_experts
         self._holders: dict[str, nn.Module] = {}
@@ -84,13 +82,6 @@ class ExpertWatch:
         #: activations that wait, by kind of observer, dtype and channels, and then by the observer's id
         self._waiting: dict[Hashable, dict[int, _Waiting]] = {}
         self._waiting_bytes = 0
-        if all_experts and not self.containers:
-            raise CalibrationError(
-                "calibrate_all_experts, but no experts were found",
-                got=type(model).__name__,
-                expected="stacked experts after linearize_experts(model), or a ModuleList called `experts`",
-                remedy="leave calibrate_all_experts out if the model has no experts.",
-            )
 
     def attach(self, calls: ObservedCalls, stack: ExitStack) -> None:
         """Register the hooks that count tokens in ``calls``; ``stack`` removes them."""
@@ -122,9 +113,8 @@ class ExpertWatch:
     # ------------------------------------------------------------------ activations that wait for other experts
 
     def may_wait(self, name: str) -> bool:
-        """Whether this module's inputs may be batched with those of the layer's other experts."""
-        container = self._container_of.get(name, "")
-        return isinstance(self._holders.get(container), LinearExperts)
+        """Whether the inputs of a module in an expert may be batched with those of the layer's other experts."""
+        return isinstance(self._holders[self._container_of[name]], LinearExperts)
 
     def wait(
         self,
@@ -190,23 +180,28 @@ class ExpertWatch:
 
     # ------------------------------------------------------------------ which tokens count
 
-    def is_forced(self, name: str) -> bool:
-        """Whether the observers of a module take part only while experts run on all tokens."""
-        return self._all_experts and name in self._container_of
+    def holds(self, name: str) -> bool:
+        """Whether a module is an expert, or in one."""
+        return name in self._container_of
+
+    @property
+    def are_forced(self) -> bool:
+        """Whether the observers in experts take part only while experts run on all tokens."""
+        return self._all_experts
 
     def select(
         self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection, layout: Layout
     ) -> torch.Tensor:
-        """The rows of an activation that count, also inside experts that got only some tokens.
+        """The rows of an activation that count, inside an expert, which got only some tokens.
 
         Args:
             value: the activation.
             mask: the tokens of the batch that count.
-            name: of the module.
+            name: of a module in an expert.
             selection: selects rows by the layout of ``value``.
             layout: of ``value``, as far as it is known.
         """
-        if name not in self._container_of or layout != "tokens":
+        if layout != "tokens":
             return selection.of(value, mask, name, layout)
         rows_that_count = self._sent_rows_that_count(mask, self._container_of[name])
         if rows_that_count is not None:

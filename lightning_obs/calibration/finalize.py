@@ -149,7 +149,7 @@ class _Finalization:
                 observation.unreached = synced.unreached
             self.stand_ins = _stand_ins(observation)
             without_ranges = set(observation.unreached) - self.stand_ins.keys()
-            self.skipped = left_in_float_without_data(observation, without_ranges)
+            self.skipped = left_in_float_without_data(observation, without_ranges) if without_ranges else set()
             for key, observer in {**observation.observers, **self.stand_ins}.items():
                 name, base = key
                 if base != "weight" and name not in self.skipped:
@@ -161,7 +161,9 @@ class _Finalization:
         observers = self.observation.observers
         searched = [key for key in search.modules if key[0] not in self.skipped]
         with self.stretch:
-            _settle_zero_inputs({key: observers[key] for key in searched})
+            with_inputs = {key: observers[key] for key in searched if observers[key].needs_inputs}
+            if with_inputs:
+                _settle_zero_inputs(with_inputs)
 
         def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
             # Inputs may be missing where on_missing allows it, and where only weights are finalized.
@@ -345,10 +347,11 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 
 def _stand_ins(observation: Observation) -> dict[Key, Observer]:
     """Observers in place of those of experts that no data reached, if ``on_missing`` allows it."""
-    if not observation.unreached or observation.options.on_missing != "siblings":
+    experts = observation.experts
+    if not observation.unreached or experts is None or observation.options.on_missing != "siblings":
         return {}
     join_ranges = observation.options.join_fused_scales
-    return borrow_ranges(observation.observers, observation.experts.containers, observation.plan.fused, join_ranges)
+    return borrow_ranges(observation.observers, experts.containers, observation.plan.fused, join_ranges)
 
 
 def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:

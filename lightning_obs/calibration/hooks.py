@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.model_calls import ModelCalls
 from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
 from lightning_obs.calibration.token_mask import Layout, TokenSelection
@@ -86,8 +88,10 @@ class ObserverHooks:
         targets = observation.plan.targets
         stack.enter_context(run_eagerly())
         states = {target.module: target.states for target in targets if target.states}
-        stack.enter_context(hooked_attention(observation.model, states))
-        observation.experts.attach(observation.calls, stack)
+        if states:
+            stack.enter_context(hooked_attention(observation.model, states))
+        if observation.experts is not None:
+            observation.experts.attach(observation.calls, stack)
         readers = _Readers(observation, token_weights)
         for target in targets:
             for base_name in target.states:
@@ -131,8 +135,7 @@ class _Readers:
 
     Attributes:
         calls: the calls of the model; the hooks count measurements in it.
-        experts: the model's experts.
-        selection: removes padding.
+        experts: the model's experts; None: it has none.
         fused_sets: by module name, the fused set that it is in.
         token_weights: how much each token counts for a weight; None: all count alike.
     """
@@ -140,9 +143,14 @@ class _Readers:
     def __init__(self, observation: Observation, token_weights: TokenWeights | None) -> None:
         self.calls = observation.calls
         self.experts = observation.experts
-        self.selection = TokenSelection(batch_first=is_transformers_model(observation.model))
+        self._model = observation.model
         self.fused_sets = fused_sets_by_module(observation.plan)
         self.token_weights = token_weights
+
+    @cached_property
+    def selection(self) -> TokenSelection:
+        """Removes padding; made when the first mask is used."""
+        return TokenSelection(batch_first=is_transformers_model(self._model))
 
 
 class _ActivationHook:
@@ -162,14 +170,15 @@ class _ActivationHook:
         observers: Sequence[Observer],
         weight_observers: Sequence[Observer] = (),
     ) -> None:
+        self._readers = readers
         self._calls = readers.calls
-        self._experts = readers.experts
-        self._selection = readers.selection
+        #: the experts that the module is in; None: it is in none
+        self._experts: ExpertWatch | None = None
+        if readers.experts is not None and readers.experts.holds(target.name):
+            self._experts = readers.experts
         self._target = target
         self._observers = observers
         self._weight_observers = weight_observers
-        self._is_forced = readers.experts.is_forced(target.name)
-        self._may_wait = readers.experts.may_wait(target.name)
         #: the same for all modules of a fused set, which read one tensor
         self._reader: Hashable = readers.fused_sets.get(target.name, target.name)
         token_weights = readers.token_weights
@@ -196,7 +205,7 @@ class _ActivationHook:
     def _ignores_this_call(self) -> bool:
         if self._calls.is_paused or is_inside_quantized(self._target.module):
             return True
-        if self._is_forced and not self._experts.is_forcing:
+        if self._experts is not None and self._experts.are_forced and not self._experts.is_forcing:
             return True
         # In backward, activation checkpointing calls modules again with data already seen.
         return torch._C._current_graph_task_id() != -1
@@ -232,7 +241,7 @@ class _ActivationHook:
         """
         measured = self._calls.cache.measured
         observers = self._observers
-        if self._may_wait:
+        if self._experts is not None and self._experts.may_wait(self._target.name):
             observers = self._experts.wait(self._target.name, observers, tokens, self._calls.mask, measured)
         if self._calls.mask is not None and (observers or self._weight_observers):
             tokens = self._tokens_that_count(tokens, self._calls.mask, layout)
@@ -247,7 +256,7 @@ class _ActivationHook:
         """The rows of an activation that the mask does not exclude; modules that read one tensor share them."""
         cache = self._calls.cache
         if cache.tokens is None:
-            cache.tokens = self._experts.select(tokens, mask, self._target.name, self._selection, layout)
+            cache.tokens = self._select(tokens, mask, layout)
         return cache.tokens
 
     def _weighed_tokens(self, tensor: torch.Tensor, token_weights: TokenWeights) -> torch.Tensor:
@@ -256,7 +265,14 @@ class _ActivationHook:
         mask = self._calls.mask
         if mask is None:
             return weighed
-        return self._experts.select(weighed, mask, self._target.name, self._selection, "tokens")
+        return self._select(weighed, mask, "tokens")
+
+    def _select(self, value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """The rows of an activation that count."""
+        selection = self._readers.selection
+        if self._experts is None:
+            return selection.of(value, mask, self._target.name, layout)
+        return self._experts.select(value, mask, self._target.name, selection, layout)
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:

@@ -18,16 +18,17 @@ from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.engines import Verdict
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines
+from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import matrix_shape
 from lightning_obs.model.wrappers import without_wrappers
-from lightning_obs.moe.experts import LinearExperts
+from lightning_obs.moe.experts import LinearExperts, expert_containers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
-from lightning_obs.observers.counting import counted_values
+from lightning_obs.observers.counting import CountingObserver
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
@@ -57,7 +58,7 @@ class Observation:
         engines: each engine's verdict on the checkpoint.
         observers: the observers of the plan.
         data_observers: the observers that data reach: those of the plan that need data, and helper observers.
-        experts: the model's experts.
+        experts: the model's experts; None: it has none.
         inseparable: groups of names of modules that are quantized together or not at all.
         collectives: how to talk to the other ranks.
         calls: the calls of the model so far.
@@ -74,7 +75,7 @@ class Observation:
     engines: Mapping[str, Verdict]
     observers: dict[Key, Observer]
     data_observers: dict[Key, Observer]
-    experts: ExpertWatch
+    experts: ExpertWatch | None
     inseparable: list[list[str]]
     collectives: Collectives = field(default_factory=Collectives)
     calls: ObservedCalls = field(default_factory=ObservedCalls)
@@ -101,8 +102,9 @@ class Observation:
             plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
             checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
             engines = ask_engines(checkpoint, options.engine, options.further_engines)
-            experts = ExpertWatch(model, options.calibrate_all_experts)
-            layers = _layers_of_experts(model, experts, plan)
+            containers = expert_containers(model)
+            experts = _watch_of_experts(model, containers, options.calibrate_all_experts)
+            layers = _layers_of_experts(model, containers, plan)
         observers = _make_observers(plan)
         helpers = _make_helpers(plan, observers)
         data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)} | helpers
@@ -131,8 +133,8 @@ class Observation:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
         counts_of_modules = {}
         for (name, base), observer in self.observers.items():
-            counts = counted_values(observer) if base == "input" else None
-            if counts is not None:
+            counts = observer.counted_values() if isinstance(observer, CountingObserver) else None
+            if base == "input" and counts is not None:
                 counts_of_modules[name] = counts
         return counts_of_modules
 
@@ -244,13 +246,29 @@ def _fuse(plan: Plan, observers: Mapping[Key, Observer], join_ranges: bool) -> N
             Observer.fuse(fused, join_ranges)
 
 
-def _layers_of_experts(model: nn.Module, experts: ExpertWatch, plan: Plan) -> list[list[str]]:
+def _watch_of_experts(
+    model: nn.Module, containers: Mapping[str, list[nn.Module]], all_experts: bool
+) -> ExpertWatch | None:
+    """The experts of a model; None if it has none, which is an error with ``calibrate_all_experts``."""
+    if containers:
+        return ExpertWatch(model, containers, all_experts)
+    if all_experts:
+        raise CalibrationError(
+            "calibrate_all_experts, but no experts were found",
+            got=type(model).__name__,
+            expected="stacked experts after linearize_experts(model), or a ModuleList called `experts`",
+            remedy="leave calibrate_all_experts out if the model has no experts.",
+        )
+    return None
+
+
+def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan) -> list[list[str]]:
     """The planned modules of each layer's experts, where engines run all of them quantized or none.
 
     vLLM does so, and transformers loads them so.
     """
     layers = []
-    for container in experts.containers:
+    for container in containers:
         if is_transformers_model(model) or isinstance(model.get_submodule(container), LinearExperts):
             prefix = f"{container}."
             layers.append([target.name for target in plan.targets if target.name.startswith(prefix)])

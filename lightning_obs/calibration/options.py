@@ -124,7 +124,8 @@ class CalibrationOptions:
         require_bool(calibrate_all_experts=self.calibrate_all_experts, join_fused_scales=self.join_fused_scales)
         for name in self.engines:
             engine_of(name)
-        check_own_sets(self.fused_sets)
+        if self.fused_sets != ():
+            check_own_sets(self.fused_sets)
         fields_of_scheme = {name: getattr(self, name) for name in _OF_SCHEME}
         object.__setattr__(self, "config", resolve_config(self.scheme, **fields_of_scheme))
 

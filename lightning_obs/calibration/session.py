@@ -8,31 +8,40 @@ everything was checked, and no hook outlives the session.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.finalize import finalize, warn_of_borrowed_ranges
+from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
-from lightning_obs.calibration.written_qparams import WrittenQParams
 from lightning_obs.errors import refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.fsdp1 import register_fsdp_units
-from lightning_obs.model.module_qparams import get_scheme, read_qparams, write_qparams
+from lightning_obs.model.module_qparams import (
+    CHECKSUMS,
+    Calibration,
+    calibration_of,
+    get_scheme,
+    put_back,
+    qparams_of,
+    read_qparams,
+    write_qparams,
+)
 from lightning_obs.model.offload import register_offload
-from lightning_obs.model.wrappers import unwrapped
+from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike
+from lightning_obs.schemes.planned_modules import Plan
 
 
 class CalibrationSession:
@@ -101,7 +110,7 @@ class CalibrationSession:
         self.data_observers = self.observation.data_observers
         self.result: CalibrationResult | None = None
         self._hooks = ObserverHooks(self.observation, token_mask)
-        self._written = WrittenQParams(self.model, self.plan)
+        self._written = _WrittenQParams(self.model, self.plan)
         #: when the data that no result has reported yet began to be observed; None: there are none
         self._observing_since: float | None = None
 
@@ -299,3 +308,58 @@ class CalibrationSession:
     def in_force(self) -> AbstractContextManager[None]:
         """A block in which this session's qparams are on the modules, if another session has written since."""
         return self._written.in_force()
+
+
+class _WrittenQParams:
+    """The qparams that one session has written to the modules of its plan. Another session may have replaced them.
+
+    Args:
+        model: the calibrated model.
+        plan: of the session.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        self._model = model
+        self._plan = plan
+        self._calibration: Calibration = {}
+
+    def __bool__(self) -> bool:
+        """Whether the session has written any."""
+        return bool(self._calibration)
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Qparams that are on the modules after the ``with`` block are the session's; an error restores the earlier."""
+        earlier = calibration_of(self._model)
+        try:
+            yield
+            planned_modules = {target.module for target in self._plan.targets}
+            self._calibration = calibration_of(self._model, only=planned_modules)
+        except BaseException:
+            put_back(earlier)
+            raise
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Put the session's qparams on the modules inside the ``with`` block, if another has written since."""
+        present = calibration_of(self._model)
+        put_back(self._calibration)
+        try:
+            yield
+        finally:
+            put_back(present)
+
+    def on_host(self) -> dict[str, torch.Tensor]:
+        """``{"layer.weight_scale": tensor}``, copies on the CPU."""
+        qparams = {target.name: qparams_of(self._calibration, target.module) for target in self._plan.targets}
+        return on_host(qparams)
+
+    def checksums(self) -> dict[str, Mapping[str, int]]:
+        """The checksums of the weights that the qparams belong to: ``{"layer": {"weight": checksum}}``."""
+        checksums: dict[str, Mapping[str, int]] = {}
+        with without_wrappers(self._model), without_adapters(self._model):
+            for name, module in self._model.named_modules():
+                of_module = self._calibration.get(module, {}).get(CHECKSUMS)
+                if of_module:
+                    checksums[name] = dict(of_module)
+        return checksums

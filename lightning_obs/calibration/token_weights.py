@@ -83,8 +83,9 @@ class TokenWeights:
         sharded = [name for name, module in self.modules.items() if in_shards(module) or is_dispatched(module)]
         remedy = "leave out weigh_tokens."
         refuse(sharded, "weigh_tokens runs the model backward, as a whole and in memory", remedy=remedy)
-        experts = list(self._observation.experts.containers)
-        refuse(experts, "weigh_tokens does not know the tokens of experts", remedy=remedy)
+        experts = self._observation.experts
+        containers = [] if experts is None else list(experts.containers)
+        refuse(containers, "weigh_tokens does not know the tokens of experts", remedy=remedy)
 
     def attach(self, stack: ExitStack) -> None:
         """Compare the predictions of the first call with the copy's; ``stack`` removes the hook."""

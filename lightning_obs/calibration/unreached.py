@@ -84,7 +84,7 @@ def _no_data_at_all(observation: Observation, required: Sequence[Key]) -> Calibr
 
 def _no_data_for_some(observation: Observation, lacking: Sequence[Key], required: Sequence[Key]) -> CalibrationError:
     remedy = "add calibration batches, list them in `ignore`, or set on_missing='warn' to leave them in full precision."
-    if observation.experts.containers:
+    if observation.experts is not None:
         remedy += " For experts there are on_missing='siblings' and calibrate_all_experts=True."
     return CalibrationError(
         f"no data reached {len(lacking)} of {len(required)} observers", where=_texts(lacking), remedy=remedy

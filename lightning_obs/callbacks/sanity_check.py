@@ -24,7 +24,8 @@ class SanityWatch:
 
     def __init__(self, session: CalibrationSession) -> None:
         self._label = session.label
-        inside_experts = tuple(f"{name}." for name in session.observation.experts.containers)
+        experts = session.observation.experts
+        inside_experts = () if experts is None else tuple(f"{name}." for name in experts.containers)
         needing_data = {name for name, _ in session.data_observers}
         self._uncalled: dict[nn.Module, str] = {}
         self._hooks = ExitStack()

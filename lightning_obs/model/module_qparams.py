@@ -31,13 +31,12 @@ from torch import nn
 from lightning_obs.model.kinds import is_dispatched, kind_of
 from lightning_obs.model.offload import at_rest, execution_device
 from lightning_obs.model.wrappers import without_wrappers
-from lightning_obs.numerics.qparams import ATTENTION
+from lightning_obs.numerics.qparams import ATTENTION, SCHEME_FIELDS, scheme_args
 
 #: the attribute of a module that holds the checksums of its own parameters and buffers, by name. A plain dict: copies
 #: and pickles of a calibrated module have it, too, and need nothing of this package for it
 CHECKSUMS = "calibrated_checksums"
 SUFFIXES = ("scale", "zero_point", "global_scale")
-_ARGS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 #: a weight ``(R, C)`` in the numbers of its format that a rounding chose, where they are not the nearest; like scales,
 #: a plain attribute that copies have
 ROUNDED = "weight_rounded"
@@ -45,7 +44,7 @@ ROUNDED = "weight_rounded"
 
 def _qparam_names() -> tuple[str, ...]:
     names = []
-    for base_name in (*_ARGS, *ATTENTION):
+    for base_name in (*SCHEME_FIELDS, *ATTENTION):
         for suffix in SUFFIXES:
             names.append(f"{base_name}_{suffix}")
     return (*names, ROUNDED)
@@ -60,18 +59,10 @@ CALIBRATED = (*_QPARAMS, *_SCHEME)
 Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 
-def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
-    """The tensors that a scheme quantizes: ``(base name, args)`` of weight, input, output."""
-    for base_name, field in _ARGS.items():
-        args = getattr(scheme, field)
-        if args is not None:
-            yield base_name, args
-
-
 def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
     """The args that a calibrated module's scheme has for one of its tensors; ``input_activations`` for attention's."""
     scheme = get_scheme(module)
-    return None if scheme is None else getattr(scheme, _ARGS.get(base_name, "input_activations"))
+    return None if scheme is None else getattr(scheme, SCHEME_FIELDS.get(base_name, "input_activations"))
 
 
 def get_scheme(module: nn.Module) -> QuantizationScheme | None:
@@ -128,7 +119,7 @@ def _copy_scheme(scheme: QuantizationScheme) -> QuantizationScheme:
     """
     fields: dict[str, Any] = {"targets": copy(scheme.targets)}
     for base_name, args in scheme_args(scheme):
-        fields[_ARGS[base_name]] = args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
+        fields[SCHEME_FIELDS[base_name]] = args.model_copy(update={"observer_kwargs": copy(args.observer_kwargs)})
     return scheme.model_copy(update=fields)
 
 

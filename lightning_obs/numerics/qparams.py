@@ -15,7 +15,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypedDict
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    QuantizationType,
+)
 from compressed_tensors.quantization.utils import (
     calculate_qparams,
     generate_gparam,
@@ -36,6 +41,9 @@ _STRATEGIES = {
     **dict.fromkeys(ATTENTION, ("tensor", "attn_head")),
 }
 BASE_NAMES = tuple(_STRATEGIES)
+#: the field of a scheme that has the arguments of each tensor of a module; q, k and v of attention have
+#: ``input_activations``
+SCHEME_FIELDS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 #: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
 ROUNDING = "rounding"
 
@@ -351,6 +359,14 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
     scale = farther / 2 ** (args.num_bits - 1)
     eps = torch.finfo(scale.dtype).eps
     return torch.where(scale == 0, eps, scale)
+
+
+def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
+    """The tensors that a scheme quantizes: ``(base name, args)`` of weight, input, output."""
+    for base_name, field in SCHEME_FIELDS.items():
+        args = getattr(scheme, field)
+        if args is not None:
+            yield base_name, args
 
 
 def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:

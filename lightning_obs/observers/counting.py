@@ -93,27 +93,24 @@ class CountingObserver(Observer):
             problems.append(f"{number_of_nan} of {number} values NaN")
         return ", ".join(problems) or None
 
+    def counted_values(self) -> Support | None:
+        """The values that were observed and how often each was: an observation asks for them, for the report.
 
-def counted_values(observer: Observer) -> Support | None:
-    """The values that were observed and how often each was: an observation asks for them, for the report.
+        None unless one histogram holds everything: not with a histogram for each head.
 
-    None unless the observer counts, and one histogram holds everything: not with a histogram for each head.
-
-    >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
-    >>> counted_values(observer(torch.tensor([1.0, 2.0, 2.0]))).counts
-    tensor([1, 2])
-    """
-    if not isinstance(observer, CountingObserver) or not observer.has_statistics:
-        return None
-    if observer.min_vals.numel() != 1:  # a histogram for each scale
-        return None
-    low = observer.min_vals.flatten()[0]
-    high = observer.max_vals.flatten()[0]
-    counted = support(observer.counts.flatten(), low, high)
-    if len(counted.values) > 1:  # the outermost bins stand for the exact ends
-        counted.values[0] = low
-        counted.values[-1] = high
-    return counted
+        >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
+        >>> observer(torch.tensor([1.0, 2.0, 2.0])).counted_values().counts
+        tensor([1, 2])
+        """
+        if not self.has_statistics or self.min_vals.numel() != 1:  # a histogram for each scale
+            return None
+        low = self.min_vals.flatten()[0]
+        high = self.max_vals.flatten()[0]
+        counted = support(self.counts.flatten(), low, high)
+        if len(counted.values) > 1:  # the outermost bins stand for the exact ends
+            counted.values[0] = low
+            counted.values[-1] = high
+        return counted
 
 
 @Observer.register("percentile")

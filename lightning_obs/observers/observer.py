@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import distributed as dist
 
 from lightning_obs.errors import CalibrationError, likely
@@ -29,11 +29,12 @@ from lightning_obs.numerics.qparams import (
     ROUNDING,
     QParamsDict,
     can_be_signed,
+    compute_global_scale,
     compute_qparams,
     flatten_for_calibration,
+    power_of_two,
     rounding_of,
 )
-from lightning_obs.observers import fused
 from lightning_obs.observers.registry import Registry
 from lightning_obs.observers.statistic import Statistics, observing
 
@@ -81,7 +82,7 @@ class Observer(Statistics, Registry):
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed = False
 
-    #: whether a per-tensor range is widened to cover the ranges of the whole fused set, see :mod:`.fused`
+    #: whether a per-tensor range is widened to cover the ranges of the whole fused set
     _joins_ranges = False
 
     #: whether the NVFP4 global scale is rounded down to a power of two: group scales round alike for any such scale
@@ -95,6 +96,7 @@ class Observer(Statistics, Registry):
         self.args = args.model_copy(deep=True, update={"observer_kwargs": kwargs})
         #: equal for observers that measure the same statistics in a tensor
         self.kind = (type(self), base_name, repr(self.args))
+        #: the other members of a set whose modules engines run as one: q, k and v; gate and up
         self._fused_observers: list[Observer] = []
         #: dtype of the module's weight; under autocast wider than that of the observed values
         self.qparams_dtype: torch.dtype | None = None
@@ -165,7 +167,13 @@ class Observer(Statistics, Registry):
 
     def get_global_scale(self) -> torch.Tensor | None:
         """Global scale ``(1,)`` shared by the fused set; None unless the strategy is tensor_group."""
-        return fused.global_scale_of(self)
+        if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
+            return None
+        members = [self, *self._fused_observers]
+        global_scale = compute_global_scale([member.get_min_max() for member in members], self.args)
+        if global_scale is not None and any(member._rounds_global_scale for member in members):
+            return power_of_two(global_scale)
+        return global_scale
 
     def get_qparams(self) -> QParamsDict:
         """Compute scale, zero point and global scale, at the end of an observation (``calibration/finalize.py``).
@@ -180,8 +188,7 @@ class Observer(Statistics, Registry):
         if problems:
             remedy = "find the NaN in weights or data."
             raise CalibrationError("the statistics are not finite", got=problems, remedy=remedy)
-        ranges = fused.joined_range_of(self) if self._joins_ranges else self.get_min_max()
-        min_vals, max_vals = ranges
+        min_vals, max_vals = _joined_range_of(self) if self._joins_ranges else self.get_min_max()
         if self.qparams_dtype is not None:
             dtype = torch.promote_types(min_vals.dtype, self.qparams_dtype)
             min_vals = min_vals.to(dtype)
@@ -200,7 +207,9 @@ class Observer(Statistics, Registry):
             observers: of modules that are fused.
             join_ranges: where each has one range for its whole tensor, take the widest of all for each.
         """
-        fused.fuse(observers, join_ranges)
+        for observer in observers:
+            observer._fused_observers = [member for member in observers if member is not observer]
+            observer._joins_ranges = join_ranges and observer.args.strategy == QuantizationStrategy.TENSOR
 
     def sync_activation_stats(self) -> list[Any]:
         """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
@@ -229,6 +238,16 @@ def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_in
     for statistic, newest in zip(declared, measured, strict=False):
         earlier = getattr(observer, statistic.name, None)
         setattr(observer, statistic.name, statistic.combine(earlier, newest))
+
+
+def _joined_range_of(observer: Observer) -> MinMaxTuple:
+    """The range that covers the ranges of all members of an observer's fused set, ``(*Q,)`` each, for its scale."""
+    low, high = observer.get_min_max()
+    for member in observer._fused_observers:
+        member_low, member_high = member.get_min_max()
+        low = torch.minimum(low, member_low)
+        high = torch.maximum(high, member_high)
+    return low, high
 
 
 def require_statistics(observer: Observer) -> None:

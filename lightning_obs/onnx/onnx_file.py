@@ -40,10 +40,10 @@ from lightning_obs.model.module_qparams import (
     get_scheme,
     quantized_states,
     read_qparams,
-    scheme_args,
 )
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
+from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.packages import import_package
 
 #: the first opset with 4-bit integers and scales per group

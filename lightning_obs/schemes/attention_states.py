@@ -77,13 +77,13 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
 
 
 def quantizes_states(group: QuantizationScheme) -> bool:
-    """Whether a group quantizes attention states (q, k, v) rather than inputs, judged without a model.
+    """Whether a group without weights quantizes attention states (q, k, v) rather than inputs, judged without a model.
 
     >>> quantizes_states(QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_PRESETS["FP8"]))
     True
     """
     args = group.input_activations
-    if args is None or group.weights is not None:
+    if args is None:
         return False
     return args.strategy == QuantizationStrategy.ATTN_HEAD or all(map(_names_attention, group.targets))
 

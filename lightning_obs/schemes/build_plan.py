@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, is_cached_attention_module
 from compressed_tensors.utils.match import is_match, match_named_modules, match_targets
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
@@ -57,7 +57,10 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     groups_by_target = leave_out_absent_classes(model, _groups_by_target(config))
     check_patterns(model, groups_by_target, ignore)
     register_adapters(model)
-    targets = find_states(model, config, groups_by_target)
+    has_cache = any(map(is_cached_attention_module, model.modules()))
+    targets: list[PlannedModule] = []
+    if has_cache or config.kv_cache_scheme is not None:
+        targets = find_states(model, config, groups_by_target)
     selected_by_class = _add_matching_modules(targets, model, groups_by_target, ignore)
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]

@@ -23,8 +23,7 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
-from lightning_obs.model.module_qparams import scheme_args
-from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES, ROUNDING, rounding_of
+from lightning_obs.numerics.qparams import ATTENTION, BASE_NAMES, ROUNDING, rounding_of, scheme_args
 from lightning_obs.observers import Observer
 from lightning_obs.schemes.attention_states import (
     KVCacheLike,
@@ -100,10 +99,13 @@ def resolve_config(
     if observers is not None:
         _refuse_several_observers(observers)
     base = _config_of(scheme, targets, has_cache=kv_cache is not None)
+    kv_cache_scheme: QuantizationArgs | None = None
+    if kv_cache is not None or base.kv_cache_scheme is not None:
+        kv_cache_scheme = resolve_kv_cache(kv_cache, base.kv_cache_scheme)
     config = QuantizationConfig(
         config_groups=base.model_copy(deep=True).config_groups,
         ignore=[*(base.ignore or []), *as_names(ignore)],
-        kv_cache_scheme=resolve_kv_cache(kv_cache, base.kv_cache_scheme),
+        kv_cache_scheme=kv_cache_scheme,
     )
     for group in config_groups(config):
         _refuse_broken_patterns("targets", group.targets)
@@ -351,13 +353,13 @@ def _make_every_observer(config: QuantizationConfig) -> None:
     """Refuse an unknown observer or hyperparameter now, before there are data."""
     for base_name, args in _all_args(config):
         if args.dynamic is not True:
-            make_observer(base_name, state_args(config, args, base_name))
+            make_observer(base_name, state_args(config, args, base_name) if base_name in ATTENTION else args)
 
 
 def _all_args(config: QuantizationConfig) -> Iterator[tuple[str, QuantizationArgs]]:
     """The base name and arguments of every tensor that a config quantizes; q, k and v share one arguments object."""
     for group in config_groups(config):
-        if quantizes_states(group):
+        if group.weights is None and quantizes_states(group):
             for _, args in scheme_args(group):
                 for base_name in ATTENTION:
                     yield base_name, args
@@ -421,7 +423,8 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
 
 def describe_scheme(scheme: QuantizationScheme) -> str:
     """A scheme in a few words: ``"int8 channel weights, int8 tensor inputs"``."""
-    inputs = "attention states" if quantizes_states(scheme) else "inputs"
+    is_of_states = scheme.weights is None and quantizes_states(scheme)
+    inputs = "attention states" if is_of_states else "inputs"
     words = {"weight": "weights", "input": inputs, "output": "outputs"}
     texts = []
     for base_name, args in scheme_args(scheme):

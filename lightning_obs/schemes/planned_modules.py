@@ -24,9 +24,9 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.model.kinds import count_heads
-from lightning_obs.model.module_qparams import ROUNDED, scheme_args
+from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.weight import matrix_shape, whole_shape
-from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration
+from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration, scheme_args
 
 
 @dataclass(frozen=True)

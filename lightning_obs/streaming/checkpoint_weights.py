@@ -21,7 +21,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
-from lightning_obs.model.module_qparams import scheme_args
+from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
