@@ -26,7 +26,6 @@ from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.checksums import remember
-from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.module_qparams import (
     CHECKSUMS,
     Calibration,
@@ -37,7 +36,7 @@ from lightning_obs.model.module_qparams import (
     read_qparams,
     write_qparams,
 )
-from lightning_obs.model.offload import register_offload
+from lightning_obs.model.weight import register_surroundings
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike
@@ -100,9 +99,8 @@ class CalibrationSession:
         require_kind("token_mask", token_mask, (str,), f"the name of an argument of the model, such as {PADDING!r}")
         self.options = CalibrationOptions.of(scheme, **options)
         self.label = self.options.label
-        register_fsdp_units(model)
+        register_surroundings(model)
         self.model = unwrapped(model)
-        register_offload(self.model)
         self.observation = Observation.of_model(self.model, self.options, collectives)
         self.plan = self.observation.plan
         self.engines = self.observation.engines

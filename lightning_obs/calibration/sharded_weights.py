@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from lightning_obs.errors import refuse
-from lightning_obs.model.fsdp1 import unit_of
-from lightning_obs.model.weight import by_unit, place_of, whole_matrix, whole_shape, whole_unit
+from lightning_obs.model.weight import by_unit, place_of, unit_of, whole_matrix, whole_shape, whole_unit
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import share_weights

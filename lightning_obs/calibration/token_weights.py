@@ -35,8 +35,8 @@ from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.extra_runs import random_numbers_restored
 from lightning_obs.forward.model_copy import ModelCopy
 from lightning_obs.forward.probe import fisher_probe, tapped
-from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.weight import in_shards
 from lightning_obs.observers import Observer
 

@@ -29,7 +29,7 @@ from lightning_obs.choice.observer_choice import (
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.report.predictions import KEPT_BYTES
 
 #: batches that candidates observe and are scored on, half of them each

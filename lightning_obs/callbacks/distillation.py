@@ -20,7 +20,7 @@ from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.errors import CalibrationError
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
-from lightning_obs.model.additions import keep_hook_out, set_attributes
+from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.numerics.divergence import divergence
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import name_list, warn
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.mark import keep_hook_out
 
 
 class SanityWatch:

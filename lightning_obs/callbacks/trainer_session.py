@@ -20,8 +20,7 @@ from lightning_obs.callbacks.strategies import collectives_of, require_exact
 from lightning_obs.callbacks.which_module import find_module
 from lightning_obs.errors import CalibrationError, require_kind
 from lightning_obs.files.sealed import require_whole
-from lightning_obs.model.fsdp1 import register_fsdp_units
-from lightning_obs.model.weight import reshard
+from lightning_obs.model.weight import register_shards, reshard
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -69,7 +68,7 @@ class TrainerSession:
         """
         collectives = collectives_of(trainer)
         if isinstance(trainer.strategy.model, nn.Module):
-            register_fsdp_units(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
+            register_shards(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         _, model = find_module(pl_module, self.module_path)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, options)

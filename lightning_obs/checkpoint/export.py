@@ -23,11 +23,10 @@ from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.model.checksums import require_ready
-from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.module_qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import in_shards, model_bytes
+from lightning_obs.model.weight import in_shards, model_bytes, register_shards
 from lightning_obs.model.wrappers import register_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
@@ -70,7 +69,7 @@ def export_checkpoint(
             others (pruning); a weight, bias, norm... was trained on since the last calibration. ``folder`` is then as
             before.
     """
-    register_fsdp_units(model)
+    register_shards(model)
     model = unwrapped(model)
     with without_wrappers(model):
         return _export(model, Path(folder), tokenizer, overwrite, max_shard_size, progress)

@@ -40,8 +40,8 @@ from lightning_obs.forward.probe import fisher_probe, parameters_without_gradien
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.additions import keep_hook_out, set_attributes
 from lightning_obs.model.kinds import holds_parameters
+from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
 from lightning_obs.model.weight import onloaded

@@ -31,7 +31,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.shared_blocks import SharedBlocks
-from lightning_obs.model.additions import keep_hook_out, keep_out_of_copies, set_attributes, value_before
+from lightning_obs.model.mark import keep_hook_out, keep_out_of_copies, set_attributes, value_before
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
 #: compressed-tensors' switch of an attention module

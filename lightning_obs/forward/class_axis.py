@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import channel_axis, kind_of
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.offload import at_rest
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.additions import keep_out_of_copies
+from lightning_obs.model.mark import keep_out_of_copies
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 

@@ -127,21 +127,6 @@ def _has_shards(module: nn.Module) -> bool:
     return any(getattr(parameter, "_fsdp_flattened", False) for parameter in module.parameters(recurse=False))
 
 
-def fsdp_places_of(module: nn.Module) -> dict[str, Place]:
-    """The places of the module's parameters that FSDP1 shards, by name; empty without FSDP1."""
-    mark = mark_of(module)
-    if mark is None or mark.fsdp_places is None:
-        return {}
-    return mark.fsdp_places
-
-
-def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
-    """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1."""
-    for place in fsdp_places_of(module).values():
-        return place.unit
-    return None
-
-
 @contextmanager
 def gathered(unit: FullyShardedDataParallel) -> Iterator[None]:
     """The parameters of one unit are whole inside the ``with`` block. Every rank must enter it."""

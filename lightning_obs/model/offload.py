@@ -24,9 +24,8 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.additions import set_attributes
 from lightning_obs.model.kinds import is_dispatched
-from lightning_obs.model.mark import make_mark, mark_of
+from lightning_obs.model.mark import make_mark, mark_of, set_attributes
 
 #: converts one tensor: the argument of ``nn.Module._apply``
 _Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

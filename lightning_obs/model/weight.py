@@ -13,12 +13,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lightning_obs.model.fsdp1 import fsdp_places_of, gathered, unit_of
+from lightning_obs.model.fsdp1 import gathered, register_fsdp_units
 from lightning_obs.model.kinds import is_dispatched, to_matrix
 from lightning_obs.model.mark import mark_of
 from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, register_offload, source_of
@@ -28,13 +29,24 @@ from lightning_obs.ranks.collectives import all_ranks_answer
 
 
 def register_surroundings(model: nn.Module) -> None:
-    """Note on the marks of a model's modules which LoRA layer or hook of accelerate they belong to.
+    """Note on the marks of a model's modules which wrapper of FSDP1, hook of accelerate or LoRA layer they belong to.
 
     A session does it for the model that it calibrates. Marks are not copied, so a function that may be given a copy of
     a calibrated model calls this before it reads weights. (A model under FSDP1 cannot be copied.)
+
+    Raises:
+        CalibrationError: as by :func:`register_shards`.
     """
-    register_offload(model)
+    register_shards(model)
+    if any(map(is_dispatched, model.modules())):
+        register_offload(model)
     register_adapters(model)
+
+
+def register_shards(root: nn.Module) -> None:
+    """Note where FSDP1 keeps parameters (:func:`register_fsdp_units`), in a process that has ranks to shard over."""
+    if dist.is_initialized():
+        register_fsdp_units(root)
 
 
 # ---------------------------------------------------------------------- metadata of a weight
@@ -60,7 +72,7 @@ def matrix_shape(module: nn.Module) -> torch.Size | None:
 def place_of(module: nn.Module, name: str = "weight") -> Place:
     """Where one of the module's own parameters or buffers is."""
     tensor = getattr(module, name)
-    fsdp_place = fsdp_places_of(module).get(name)
+    fsdp_place = _fsdp_places_of(module).get(name)
     if fsdp_place is not None:
         return fsdp_place
     if not isinstance(tensor, DTensor):
@@ -70,6 +82,21 @@ def place_of(module: nn.Module, name: str = "weight") -> Place:
         if not placement.is_replicate():
             groups.append(tensor.device_mesh.get_group(dimension))
     return Place(tensor.shape, groups=tuple(groups))
+
+
+def _fsdp_places_of(module: nn.Module) -> dict[str, Place]:
+    """The places of the module's parameters that FSDP1 shards, by name; empty without FSDP1."""
+    mark = mark_of(module)
+    if mark is None or mark.fsdp_places is None:
+        return {}
+    return mark.fsdp_places
+
+
+def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
+    """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1."""
+    for place in _fsdp_places_of(module).values():
+        return place.unit
+    return None
 
 
 @at_rest()

@@ -253,6 +253,8 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
         By the name of each stacked module, the name of each role (gate, up, down).
     """
     stacked = fused_experts(model)
+    if not stacked:
+        return {}
     parameters = []
     for name in stacked:
         for key in ("gate_up_proj", "up_proj", "down_proj"):

@@ -5,7 +5,7 @@ give it activations, the search of weights (``calibration/weight_search.py``) a 
 it for the quantization parameters.
 
 Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``registry.py``
-finds classes by name. ``fused.py``, ``shared_measurements.py`` and ``segments.py`` are about several observers at once;
+finds classes by name. ``shared_measurements.py`` and ``segments.py`` are about several observers at once;
 ``search_options.py`` has the hyperparameters of a search, which four families use. Importing this package registers the
 built-in observers.
 """

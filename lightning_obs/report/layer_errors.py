@@ -26,8 +26,8 @@ from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.additions import keep_hook_out
 from lightning_obs.model.kinds import tokens_of
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of

@@ -17,10 +17,9 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
-from lightning_obs.model.fsdp1 import unit_of
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
 from lightning_obs.model.module_qparams import qparams_home
-from lightning_obs.model.weight import adapters_of, identity, matrix_shape, whole_shape
+from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
 from lightning_obs.model.wrappers import base_of, inside_adapted, is_adapted, register_adapters
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer

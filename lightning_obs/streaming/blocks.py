@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import call_on
-from lightning_obs.model.additions import set_attributes
+from lightning_obs.model.mark import set_attributes
 
 _IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (device_map='auto')."
 

@@ -29,7 +29,7 @@ from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed,
 from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.forward.quantized_forward import quantized, weights_kept
-from lightning_obs.model.additions import keep_hook_out
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike

@@ -15,11 +15,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
 from lightning_obs.model.checksums import changed_since, checksums
-from lightning_obs.model.fsdp1 import register_fsdp_units, unit_of
+from lightning_obs.model.fsdp1 import register_fsdp_units
 from lightning_obs.model.weight import (
     by_unit,
     in_shards,
     matrix_shape,
+    unit_of,
     whole_shape,
     whole_unit,
 )
