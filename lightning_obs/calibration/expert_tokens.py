@@ -23,8 +23,7 @@ from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.token_mask import Layout, TokenSelection, take
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.forward.quantized_forward import is_inside_quantized
-from lightning_obs.model.mark import keep_hook_out
+from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 from lightning_obs.moe.experts import LinearExperts, SortedExperts
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.min_max import StaticMinMaxObserver

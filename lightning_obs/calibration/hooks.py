@@ -25,10 +25,9 @@ from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.quantized_forward import is_inside_quantized
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
-from lightning_obs.model.mark import keep_hook_out
+from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
 from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared

@@ -14,8 +14,7 @@ from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.token_mask import PADDING, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
-from lightning_obs.forward.quantized_forward import is_inside_quantized
-from lightning_obs.model.mark import keep_hook_out
+from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 
 
 class ModelCalls:

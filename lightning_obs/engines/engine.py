@@ -121,6 +121,8 @@ class Engine:
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
     #: attribute names, under one parent, of modules that are one matrix there: they share global scales and one scheme
     fused_sets: ClassVar[FusedSets] = FUSED_SETS
+    #: whether :meth:`remarks` are also asked for where the checkpoint is written for another engine
+    remarks_on_others: ClassVar[bool] = True
     listed: ClassVar[bool] = True  # whether a run reports the verdict even where ``engines`` does not name the engine
 
     @staticmethod
@@ -211,8 +213,9 @@ def ask_engines(
         warn(f"{target.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
     for engine in ENGINES.values():
-        for text in engine.remarks(planned, engine is target):
-            warn(text)
+        if engine is target or engine.remarks_on_others:
+            for text in engine.remarks(planned, engine is target):
+                warn(text)
         is_reported = engine.listed and is_transformers_model(planned.model)
         if engine is target and (engine in further_engines or is_reported):
             verdicts[engine.name] = Verdict(True, str(hardware or ""))

@@ -94,6 +94,7 @@ class FamilyEngine(Engine):
     release: ClassVar[str]  # the engine and the version whose source the table was read from
     families: ClassVar[Sequence[Family]]  # in the engine's order
     stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)  # the kinds of modules that it loads quantized
+    remarks_on_others = False
     states: ClassVar[Hardware | None] = None  # that runs a quantized kv cache; None: it is refused
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
@@ -149,8 +150,7 @@ class FamilyEngine(Engine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        if not is_target:
-            return
+        """Where the engine does not compute as the scheme says; asked of the engine that will load the checkpoint."""
         names_by_difference: dict[str, list[str]] = {}
         for target in planned.targets:
             family = None if target.states else self.family_of(target.scheme)

@@ -9,8 +9,6 @@ none of a fused set; MX formats have none. Experts in MXFP4 take a path of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from typing_extensions import override
 
 from lightning_obs.engines import families as fit
@@ -36,6 +34,7 @@ class SGLang(VLLM):
 
     name = "SGLang"
     release = "SGLang 0.5.23"
+    remarks_on_others = False  # vLLM's remarks cover both
     states = _AMPERE
     families = (
         Family("WNA16", fits("int4 int8", "group", group_size=(32, 64, 128)), full, _AMPERE, _AMPERE),
@@ -58,13 +57,6 @@ class SGLang(VLLM):
             remedy='quantize the cache alone: kv_cache="FP8".',
         )
         return super().check(planned)
-
-    @override
-    def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Only where the checkpoint is for SGLang: vLLM's remarks cover both."""
-        if is_target:
-            return super().remarks(planned, is_target)
-        return iter(())
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:

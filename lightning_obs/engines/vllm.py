@@ -73,6 +73,7 @@ class VLLM(FamilyEngine):
     name = "vLLM"
     release = "vLLM 0.32"
     families: ClassVar[Sequence[Family]] = FAMILIES
+    remarks_on_others = True  # it is where most checkpoints go in the end
     states = _CPU
 
     @override
@@ -104,8 +105,10 @@ class VLLM(FamilyEngine):
                 f"vLLM wants one target that ends in Attention ({', '.join(kinds)}), not "
                 f"{', '.join(sorted(patterns))}; transformers loads it."
             )
+        if not is_target:
+            return
         yield from super().remarks(planned, is_target)
-        if targets_of_q and is_target:
+        if targets_of_q:
             yield f"{self.release} does not quantize q, only the kv cache: attention will give other numbers there"
 
     @override

@@ -142,12 +142,6 @@ def _threads_of(module: nn.Module) -> set[int]:
     return set() if mark is None else set(mark.quantizing_threads)
 
 
-def is_inside_quantized(module: nn.Module) -> bool:
-    """Whether the module is in a :func:`quantized` block now, so that its calls are not observed."""
-    mark = mark_of(module)
-    return mark is not None and bool(mark.quantizing_threads)
-
-
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
     """Let a calibrated module, but no copy of it, run quantized.
 

@@ -154,8 +154,10 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
     if codes is not None:
         rounded = dequantize(codes, scale, zero_point, args, global_scale=global_scale)
         return straight_through(value, rounded) if compute_scale is None else rounded.to(value.dtype)
-    tokens = 1 if base_name == "weight" else count_tokens(module, value)
-    quantized = fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=tokens)
+    observations = 1
+    if scale.requires_grad and base_name != "weight":  # their number is a factor of the scale's gradient
+        observations = count_tokens(module, value)
+    quantized = fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
     if cache is not None:
         cache.weight = quantized
     return quantized

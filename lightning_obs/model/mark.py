@@ -150,6 +150,12 @@ def make_mark(module: nn.Module) -> Mark:
     return mark
 
 
+def is_inside_quantized(module: nn.Module) -> bool:
+    """Whether the module is in a :func:`~lightning_obs.quantized` block now, so that its calls are not observed."""
+    mark = mark_of(module)
+    return mark is not None and bool(mark.quantizing_threads)
+
+
 # ---------------------------------------------------------------------- things that are on a module for a while
 
 
