@@ -5,8 +5,6 @@ Hooks read and change this record while the model runs. Its owner is the session
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,36 +12,7 @@ from typing import Any
 import torch
 from compressed_tensors.utils.helpers import patch_attr
 
-
-@dataclass
-class ReadCache:
-    """Cache for modules that read one tensor in turn (q, k, v): its unmasked tokens, and its statistics.
-
-    Attributes:
-        tensor: a weak reference to the tensor that was read last; None: no tensor was read yet.
-        stamp: changes whenever the content of the tensor may have changed.
-        tokens: its tokens that count; None: they were not selected yet.
-        measured: its statistics, by kind of observer.
-    """
-
-    tensor: Callable[[], torch.Tensor | None] | None = None
-    stamp: Hashable = None
-    tokens: torch.Tensor | None = None
-    measured: dict[Hashable, Any] = field(default_factory=dict)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy is empty: a weak reference cannot be copied."""
-        return vars(ReadCache())
-
-    def forget(self) -> None:
-        """Forget the tensor and its statistics."""
-        vars(self).update(vars(ReadCache()))
-
-    def read(self, tensor: torch.Tensor, stamp: Hashable) -> None:
-        """Begin with a tensor, unless it is the one that was read last and it has not changed."""
-        is_last = self.tensor is not None and self.tensor() is tensor
-        if not is_last or self.stamp != stamp:
-            vars(self).update(vars(ReadCache(weakref.ref(tensor), stamp)))
+from lightning_obs.observers.shared_measurements import ReadCache
 
 
 @dataclass

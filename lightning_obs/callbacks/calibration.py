@@ -26,7 +26,7 @@ from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.session_callback import (
     PartOfRun,
     SessionCallback,
-    export_at_end,
+    make_export_at_end,
     restore_outside_of_fit,
     stop_all,
 )
@@ -152,7 +152,7 @@ class CalibrationCallback(SessionCallback):
         require_bool(show=show)
         calibration_options = CalibrationOptions.of(scheme, **options)
         trainer_session = TrainerSession(module)
-        export = export_at_end(export_folder, export_overwrite)
+        export_at_end = make_export_at_end(export_folder, export_overwrite)
         self.batches = ObservedBatches(token_mask, max_batches, dataloaders)
         evaluates = evaluate != 0  # False is 0
         self.schedule = ValidationSchedule(every_n_epochs, sanity_check, starts_at_once=evaluates)
@@ -172,12 +172,12 @@ class CalibrationCallback(SessionCallback):
             trainer_session,
             calibration_options.label,
             log,
-            None if export is None else export.folder,
+            None if export_at_end is None else export_at_end.folder,
             quantized_metrics=self.quantized_metrics,
             auto=self.auto,
             is_masked=token_mask is not None,
         )
-        super().__init__(calibration_options, trainer_session, results, export, parts_of_run)
+        super().__init__(calibration_options, trainer_session, results, export_at_end, parts_of_run)
 
     @property
     def choice(self) -> ObserverChoice | None:

@@ -33,8 +33,8 @@ _C = TypeVar("_C", bound=HasCalibrated)
 class DeepCopies:
     """The callbacks that are deep copies of one another, the original included; all of them hold this one object.
 
-    A callback is registered when it makes its session. Callbacks that nobody holds any more are forgotten, except the
-    last one.
+    Made when a callback is copied for the first time. A callback is registered when it makes its session. Callbacks
+    that nobody holds any more are forgotten, except the last one.
     """
 
     def __init__(self) -> None:

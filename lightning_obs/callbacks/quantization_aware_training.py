@@ -25,7 +25,7 @@ from lightning_obs.callbacks.quantized_fit import QuantizedFit
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.session_callback import (
     SessionCallback,
-    export_at_end,
+    make_export_at_end,
     restore_outside_of_fit,
     stop_all,
 )
@@ -167,19 +167,19 @@ class QuantizationAwareTraining(SessionCallback):
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
         trainer_session = TrainerSession(module)
-        export = export_at_end(export_folder, export_overwrite)
+        export_at_end = make_export_at_end(export_folder, export_overwrite)
         results = Results(
             trainer_session,
             calibration_options.label,
             log,
-            None if export is None else export.folder,
+            None if export_at_end is None else export_at_end.folder,
             require_exportable=self.quantized_fit.require_ranges,
         )
         super().__init__(
             calibration_options,
             trainer_session,
             results,
-            export,
+            export_at_end,
             parts_of_run=[self.quantized_fit, self.batches, self.changes_of_fit],
         )
 

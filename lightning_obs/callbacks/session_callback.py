@@ -232,7 +232,7 @@ class SessionCallback(Callback):
             self.export_at_end.write(trainer, self.results)
 
 
-def export_at_end(folder: str | os.PathLike[str] | None, overwrite: bool) -> ExportAtEnd | None:
+def make_export_at_end(folder: str | os.PathLike[str] | None, overwrite: bool) -> ExportAtEnd | None:
     """Make the part that writes a callback's ``export_folder``; None without a folder.
 
     Raises:
