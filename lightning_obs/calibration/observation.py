@@ -133,8 +133,10 @@ class Observation:
         """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
         counts_of_modules = {}
         for (name, base), observer in self.observers.items():
-            counts = observer.counted_values() if isinstance(observer, CountingObserver) else None
-            if base == "input" and counts is not None:
+            if base != "input" or not isinstance(observer, CountingObserver):
+                continue
+            counts = observer.counted_values()
+            if counts is not None:
                 counts_of_modules[name] = counts
         return counts_of_modules
 
