@@ -20,8 +20,9 @@ Beyond second order the estimate is wrong; how far it holds on a real model is m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
@@ -44,13 +45,27 @@ from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
-from lightning_obs.model.weight import onloaded
+from lightning_obs.model.weight import adapters_of, onloaded
 from lightning_obs.numerics.many_tensors import to_host
 
 #: the errors of this many neighbouring tokens are summed before they are squared
 BLOCK = 16
-#: by module name and scheme, a copy of the module that shares its parameters and has the scheme's qparams
-Twins: TypeAlias = dict[str, dict[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class ModuleTwins:
+    """A planned module, and by scheme a copy of it that shares its parameters and has the scheme's qparams.
+
+    The module itself, as its name leads elsewhere in a model with LoRA adapters or wrappers: a plan has the names of
+    the merged model, without wrappers.
+    """
+
+    module: nn.Module
+    by_scheme: dict[str, nn.Module] = field(default_factory=dict)
+
+
+#: by module name
+Twins: TypeAlias = dict[str, ModuleTwins]
 #: by scheme and modules, their loss together
 Losses: TypeAlias = dict[tuple[str, tuple[str, ...]], float]
 #: by scheme and module name, for each call of a batch, each position's share of the logits' probe
@@ -81,7 +96,7 @@ def divergences(
     with run_eagerly(), left_as_it_was(model), ExitStack() as stack:
         _recompute_offloaded(model, stack)
         for name, twins_of_module in twins.items():
-            _watch_twins(model.get_submodule(name), name, twins_of_module, changes, stack)
+            _watch_twins(name, twins_of_module, changes, stack)
         last_layer = LastLayer()
         last_layer.watch(model, stack)
         for number, batch in enumerate(batches):
@@ -140,27 +155,33 @@ def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
         stack.callback(set_attributes(owner, forward=recomputed))
 
 
-def _watch_twins(
-    module: nn.Module, name: str, twins: Mapping[str, nn.Module], changes: _Changes, stack: ExitStack
-) -> None:
-    """Quantize the forward of a module's twins, and hook the module so that backward runs them."""
-    with weights_shared(module, twins.values()):
-        for twin in twins.values():
+def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitStack) -> None:
+    """Quantize the forward of a module's twins, and hook the module so that backward runs them.
+
+    The weights of twins include LoRA adapters, so of a module with adapters the layer that adds them is hooked.
+    """
+    with weights_shared(twins):
+        for twin in twins.by_scheme.values():
             stack.callback(quantize_forward(twin))
-    tap = _tap(name, twins, _first_alike(list(twins.values())), changes)
-    handle = module.register_forward_hook(tap, with_kwargs=True)
-    stack.callback(keep_hook_out(module, handle))
+    tap = _tap(name, twins, _first_alike(list(twins.by_scheme.values())), changes)
+    adapters = adapters_of(twins.module)
+    hooked = twins.module if adapters is None else adapters
+    handle = hooked.register_forward_hook(tap, with_kwargs=True)
+    stack.callback(keep_hook_out(hooked, handle))
 
 
 @contextmanager
-def weights_shared(module: nn.Module, twins: Collection[nn.Module]) -> Iterator[None]:
+def weights_shared(twins: ModuleTwins) -> Iterator[None]:
     """Let a module and its twins have its parameters inside the ``with`` block, also where these are offloaded."""
-    with onloaded(module):
-        for twin in twins:
-            twin._parameters = module._parameters
+    with onloaded(twins.module):
+        _lend_parameters(twins)
         yield
-    for twin in twins:
-        twin._parameters = module._parameters
+    _lend_parameters(twins)
+
+
+def _lend_parameters(twins: ModuleTwins) -> None:
+    for twin in twins.by_scheme.values():
+        twin._parameters = twins.module._parameters
 
 
 def _first_alike(twins: Sequence[nn.Module]) -> list[int]:
@@ -200,18 +221,16 @@ def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, tor
     return True
 
 
-def _tap(
-    name: str, twins: Mapping[str, nn.Module], alike: Sequence[int], changes: _Changes
-) -> Callable[..., torch.Tensor | None]:
+def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes) -> Callable[..., torch.Tensor | None]:
     """A forward hook that runs a module's twins once backward has reached its output.
 
     Args:
         name: of the module.
-        twins: by scheme.
+        twins: of the module.
         alike: :func:`_first_alike` of the twins; each different weight is quantized once.
         changes: is added to, by scheme and name.
     """
-    quantizations = [quantization_of(twin) for twin in twins.values()]
+    quantizations = [quantization_of(twin) for twin in twins.by_scheme.values()]
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
         if not isinstance(output, torch.Tensor) or not output.numel():
@@ -224,10 +243,10 @@ def _tap(
             for number, first in enumerate(alike):
                 caches_of_twins.append(WeightCache() if first == number else caches_of_twins[first])
             with (
-                weights_shared(module, twins.values()),
+                weights_shared(twins),
                 patch_attrs(quantizations, "weight_cache", caches_of_twins),
             ):
-                for scheme, twin in twins.items():
+                for scheme, twin in twins.by_scheme.items():
                     # forward, not the call: the copy has the original's hooks
                     difference: torch.Tensor = twin.forward(*args, **kwargs) - plain
                     change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)

@@ -22,16 +22,17 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
-from lightning_obs.choice.divergence import Losses, Twins, divergences, weights_shared
+from lightning_obs.choice.divergence import Losses, ModuleTwins, Twins, divergences, weights_shared
 from lightning_obs.engines.engine import Engine, PlannedCheckpoint, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.mark import make_mark
 from lightning_obs.model.module_qparams import calibration_of, put_back
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import in_shards
+from lightning_obs.model.weight import adapters_of, full_weight, in_shards
 from lightning_obs.schemes.config import SchemeLike, as_names
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -158,20 +159,21 @@ def sensitivity(
     measured_batches = None if batches is None else list(batches)
     calibration_batches = measured_batches if calibration is None else list(calibration)
     twins = _calibrate(model, sessions, calibration_batches)
-    groups = _groups(model, sessions)
+    modules = _planned_modules(model, sessions)
+    groups = _groups(list(modules), sessions)
     module_names = list(chain.from_iterable(groups))
     measured_sets = dict.fromkeys(groups)
     for name in module_names:
         measured_sets[(name,)] = None
     if measured_batches is None:
         method: Method = "weight error"
-        losses = _weight_errors(model, twins, measured_sets)
+        losses = _weight_errors(twins, measured_sets)
         tokens = 0
     else:
         method = "divergence"
         losses, tokens = divergences(model, measured_batches, twins, measured_sets, seed)
     return Sensitivity(
-        groups=[_group(model, group, candidates, losses, twins) for group in groups],
+        groups=[_group(modules, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
         schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
         ignore=[*as_names(options.get("ignore", ())), *_left_out(sessions.values())],
@@ -342,7 +344,8 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
             for observer in session.data_observers.values():
                 observer.reset()  # a Hessian is large
             for target in _calibrated_targets(session):
-                twins.setdefault(target.name, {})[name] = _twin(target.module)
+                twins_of_module = twins.setdefault(target.name, ModuleTwins(target.module))
+                twins_of_module.by_scheme[name] = _twin(target.module)
     finally:
         put_back(earlier_calibration)
     return twins
@@ -367,22 +370,32 @@ def _twin(module: nn.Module) -> nn.Module:
             vars(twin).pop(name, None)
     twin._buffers = dict(module._buffers)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
+    adapters = adapters_of(module)
+    if adapters is not None:
+        make_mark(twin).lora_layer = adapters
     return twin
 
 
-def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
-    """The modules that any candidate quantizes, in sets that must have one scheme, in the model's order."""
-    sets: dict[str, set[str]] = {}  # by module, the modules that must have its scheme
+def _planned_modules(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> dict[str, nn.Module]:
+    """The modules that any candidate quantizes, by their names in plans, in the model's order."""
+    modules: dict[str, nn.Module] = {}
     for session in sessions.values():
         for target in session.plan.targets:
-            sets[target.name] = {target.name}
+            modules[target.name] = target.module
+    positions = {module: position for position, module in enumerate(model.modules())}
+    names = sorted(modules, key=lambda name: positions[modules[name]])
+    return {name: modules[name] for name in names}
+
+
+def _groups(module_names: Sequence[str], sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
+    """The modules ``module_names`` in sets that must have one scheme."""
+    sets = {name: {name} for name in module_names}  # by module, the modules that must have its scheme
     for session in sessions.values():
         for fused in session.result.fused if session.result else ():
             union: set[str] = set()
             for name in fused:
                 union |= sets[name]
             sets.update(dict.fromkeys(union, union))
-    module_names = [name for name, _ in model.named_modules() if name in sets]
     groups: dict[tuple[str, ...], None] = {}
     for module_name in module_names:
         group = tuple(name for name in module_names if name in sets[module_name])
@@ -391,12 +404,12 @@ def _groups(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> lis
 
 
 @torch.no_grad()
-def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
+def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
     """The sum of squared relative errors of weights, by scheme and modules."""
     errors: dict[str, dict[str, float]] = {}  # by scheme and module
     for name, twins_of_module in twins.items():
-        with weights_shared(model.get_submodule(name), twins_of_module.values()):
-            for scheme, twin in twins_of_module.items():
+        with weights_shared(twins_of_module):
+            for scheme, twin in twins_of_module.by_scheme.items():
                 errors.setdefault(scheme, {})[name] = _weight_error(twin)
     losses: Losses = {}
     for scheme, errors_of_modules in errors.items():
@@ -407,23 +420,26 @@ def _weight_errors(model: nn.Module, twins: Twins, groups: Iterable[tuple[str, .
 
 def _weight_error(twin: nn.Module) -> float:
     """The squared error of a module's quantized weight, relative to the weight's own squares."""
-    parameter: Any = twin.weight
-    weight = parameter.detach().float()
+    parameter = full_weight(twin)
     rounded = quantized_weight(twin)
+    assert parameter is not None
     assert rounded is not None
+    weight = parameter.float()
     return float((rounded.float() - weight).square().sum() / weight.square().sum())
 
 
 @at_rest()
-def _group(model: nn.Module, names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins) -> Group:
+def _group(
+    modules: Mapping[str, nn.Module], names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins
+) -> Group:
     """One group with its number of weights, and its loss and stored bytes by scheme."""
     sizes = dict.fromkeys(schemes, 0)
     number = 0
     for name in names:
-        weight: Any = model.get_submodule(name).weight
+        weight: Any = modules[name].weight
         number += weight.numel()
         for scheme in sizes:
-            twin = twins.get(name, {}).get(scheme)
+            twin = twins[name].by_scheme.get(scheme) if name in twins else None
             stored = {"weight": weight} if twin is None else stored_layout(twin)
             for key, value in stored.items():
                 if key != "bias":

@@ -205,13 +205,14 @@ def _run_merged(module: nn.Module) -> Callable[[], None]:
     """Let a LoRA layer around a module that runs quantized call only that module, without adding its adapters.
 
     The adapters are a part of the module's weight already (:func:`weight_in_use`), and the module's hooks see the
-    merged layer. Without a LoRA layer nothing happens.
+    merged layer. Without a LoRA layer nothing happens; nor for a copy of the module in it, which the layer does not run
+    (a twin of :mod:`lightning_obs.choice.divergence`).
 
     Returns:
         A function that undoes it.
     """
     adapters = adapters_of(module)
-    if adapters is None:
+    if adapters is None or adapters.base_layer is not module:
         return lambda: None
     return set_attributes(adapters, forward=module.__call__)
 
