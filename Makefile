@@ -20,7 +20,8 @@ CLIENTS_ALONE := pytorch-tabular litgpt lightly timm segmentation-models-pytorch
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 # What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
-BOTH_NAMES := tests/callbacks tests/docs/test_tutorial.py --lightning=pytorch_lightning
+BOTH_NAMES := tests/callbacks tests/docs/test_tutorial.py tests/docs/test_examples.py tests/docs/test_readme_python.py \
+	--lightning=pytorch_lightning
 FAST := not slow and not nightly
 # Each of them has an environment of its own, .venv-py3.XX, where this machine has it: on the PATH, or under pyenv.
 PYTHONS ?= 3.10 3.11 3.12 3.13

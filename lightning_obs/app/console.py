@@ -5,24 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from lightning.pytorch.callbacks import RichProgressBar
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
-from typing_extensions import override
 
+from lightning_obs.callbacks.lightning_package import rank_zero_only
 from lightning_obs.errors import printable
-
-
-class StepsBar(RichProgressBar):
-    """The progress bar of the command line's Trainers: Lightning's, without the "/-2" of "Epoch 0/-2".
-
-    Lightning writes this number of epochs where ``max_steps`` ends the fit.
-    """
-
-    @override
-    def _get_train_description(self, current_epoch: int) -> str:
-        return super()._get_train_description(current_epoch).replace("/-2", "   ")
 
 
 def say(text: str) -> None:

@@ -16,8 +16,9 @@ from hydra.utils import get_class, get_object, instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_obs.app.console import StepsBar, step
+from lightning_obs.app.console import step
 from lightning_obs.app.data.module import TextData
+from lightning_obs.app.steps_bar import StepsBar
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json

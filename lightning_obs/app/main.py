@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -27,7 +29,12 @@ def run(config: DictConfig) -> dict[str, Any]:
     Raises:
         CalibrationError: typed words or values that are wrong, or what the task refuses.
     """
-    _quiet_lightning()
+    with _lightning_quiet():
+        return _run(config)
+
+
+def _run(config: DictConfig) -> dict[str, Any]:
+    """What :func:`run` does, while Lightning is quiet."""
     overrides = typed_overrides()
     refuse_deleted(overrides)
     refuse_unread(task_node(config), overrides)
@@ -45,10 +52,22 @@ def run(config: DictConfig) -> dict[str, Any]:
     return task.row()
 
 
-def _quiet_lightning() -> None:
-    """Suppress Lightning's messages about devices and workers, and the tokenizers' warning about forked processes."""
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
+@contextmanager
+def _lightning_quiet() -> Iterator[None]:
+    """Suppress Lightning's messages about devices and workers inside the ``with`` block; afterwards it says them.
+
+    The tokenizers' warning about forked processes stays off.
+    """
+    loggers = [logging.getLogger(f"lightning.pytorch.{name}") for name in ("utilities.rank_zero", "accelerators.cuda")]
+    levels = [logger.level for logger in loggers]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")  # Lightning 2.6 on torch 2.13
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        for logger in loggers:
+            logger.setLevel(logging.WARNING)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)

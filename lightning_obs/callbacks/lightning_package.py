@@ -1,4 +1,4 @@
-"""The Lightning that the program runs, under either of its names; imported only here and in ``app``.
+"""The Lightning that the program runs, under either of its names; imported only here and by the command line.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` are two packages with the same classes. The objects of a run (Trainer,
 strategy, loops, loggers, callbacks) come from one of them, and an ``isinstance`` with the other's class is False. So:
@@ -40,9 +40,11 @@ class Callback(*_callback_classes):  # type: ignore[misc]
 RESTORES_IN_FIT_ONLY = compare_version(_PYTORCH.partition(".")[0], operator.lt, "2.5.0")
 TrainerFn: Any = import_module(f"{_PYTORCH}.trainer.states").TrainerFn  # equal to the other package's
 isolate_rng: Any = import_module(f"{_PYTORCH}.utilities.seed").isolate_rng
+LightningDataModule: Any = import_module(_PYTORCH).LightningDataModule
 is_param_in_hook_signature: Any = import_module(f"{_PYTORCH}.utilities.signature_utils").is_param_in_hook_signature
 collect_rng_states: Any = import_module(f"{_FABRIC}.utilities.seed")._collect_rng_states
 set_rng_states: Any = import_module(f"{_FABRIC}.utilities.seed")._set_rng_states
+rank_zero_only: Any = import_module(f"{_FABRIC}.utilities.rank_zero").rank_zero_only
 move_data_to_device: Any = import_module(f"{_FABRIC}.utilities").move_data_to_device
 
 

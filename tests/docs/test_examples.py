@@ -1,4 +1,4 @@
-"""Every example runs, on a tiny model."""
+"""Every example runs, on a tiny model, under either name of Lightning."""
 
 import re
 import runpy
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.in_process import run_script
+from tests.support.lightning_package import under_the_chosen_name
 from tests.support.lightning_ranks import like_torchrun
 from tests.support.rank_processes import run_ranks
 from tests.support.tiny_model import save_tiny_llama
@@ -54,14 +55,16 @@ def on_script(rank, path, arguments, folder):
     return printed.getvalue()
 
 
-def run(path, folder, *arguments):
-    text = path.read_text()
+def run(example, folder, *arguments):
+    text = example.read_text()
+    path = folder / example.name
+    path.write_text(under_the_chosen_name(text))
     if '"--model"' in text:
         arguments += ("--model", str(save_tiny_llama(folder / "tiny")))
     if '"--out"' in text:
         arguments += ("--out", str(folder / "out"))
-    if path.with_suffix(".yaml").exists():
-        arguments = ("fit", "--config", str(path.with_suffix(".yaml")))
+    if example.with_suffix(".yaml").exists():
+        arguments = ("fit", "--config", str(example.with_suffix(".yaml")))
     if path.stem in ON_RANKS:
         return "".join(run_ranks(on_script, 2, path, arguments, folder, timeout=120))
     if path.stem not in NEW_PROCESS:

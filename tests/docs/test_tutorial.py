@@ -10,7 +10,7 @@ import sysconfig
 import pytest
 
 from tests.support.in_process import run_script
-from tests.support.lightning_package import MESSAGES, NAME, PYTORCH
+from tests.support.lightning_package import MESSAGES, under_the_chosen_name
 from tests.support.markdown import ROOT, blocks, page
 
 PAGE = page("docs/tutorial.md")
@@ -21,12 +21,6 @@ INSTALL, *RUNS = (content for language, content in BLOCKS if language == "bash")
 LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=2", "max_epochs=5": "max_epochs=3"}
 LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101"}
 NEW_PROCESS = {"ranks.py"}  # of Lightning's launcher
-
-
-def under_the_chosen_name(code):
-    """The code, which imports Lightning under the name that ``pytest --lightning=...`` has chosen."""
-    code = code.replace("import lightning as L", f"import {NAME} as L")
-    return code.replace("from lightning.pytorch", f"from {PYTORCH}")
 
 
 def written(code, folder):

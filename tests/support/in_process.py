@@ -21,6 +21,7 @@ from io import StringIO
 from pathlib import Path
 
 from hydra.core.singleton import Singleton
+from lightning_utilities.core import rank_zero
 
 RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -70,6 +71,8 @@ def _process_wide_state(path: list[str], argv: list[str], folder: Path) -> Itera
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     hydra = copy.copy(Singleton.get_state())
+    levels = {logger: logger.level for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger)}
+    rank, messages = getattr(rank_zero.rank_zero_only, "rank", 0), rank_zero.log
     sys.argv, sys.path = argv, path
     os.chdir(folder)
     for name in RANK:
@@ -81,6 +84,10 @@ def _process_wide_state(path: list[str], argv: list[str], folder: Path) -> Itera
     finally:
         Singleton.set_state(hydra)
         root.handlers[:], root.level = handlers, level
+        for logger, level_before in levels.items():
+            logger.setLevel(level_before)
+        # A package of Lightning, when it is imported, takes the messages of the other to its own logger.
+        rank_zero.rank_zero_only.rank, rank_zero.log = rank, messages
         sys.argv, sys.path = before[:2]
         os.chdir(before[2])
         os.environ.clear()

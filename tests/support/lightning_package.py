@@ -6,6 +6,7 @@ each of them runs under both names. The name is in the environment, which ranks 
 
 import operator
 import os
+import re
 from functools import cache
 from importlib import import_module
 
@@ -53,6 +54,17 @@ needs_exact_resumption = pytest.mark.skipif(
     reason="Lightning 2.4 leaves out a validation after it resumes in an epoch",
 )
 needs_weight_averaging = pytest.mark.skipif(WeightAveraging is None, reason="WeightAveraging is of Lightning 2.6")
+
+
+def under_the_chosen_name(code):
+    """The code of a user, which imports ``lightning``, as a user of the chosen name writes it."""
+    code = code.replace("import lightning as L", f"import {NAME} as L")
+    code = code.replace("from lightning.pytorch", f"from {PYTORCH}")
+    code = code.replace("from lightning.fabric", f"from {FABRIC}")
+    roots = set(re.findall(r"^\s*(?:import|from) (lightning|pytorch_lightning|lightning_fabric)\b", code, re.MULTILINE))
+    assert roots <= {NAME, FABRIC.partition(".")[0]}, f"the code imports {roots}"
+    return code
+
 
 # A Trainer reads the metadata of every installed package, which takes longer than the rest of its constructor.
 registry = import_module(f"{FABRIC}.utilities.registry")

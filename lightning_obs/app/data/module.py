@@ -1,4 +1,4 @@
-"""Blocks of text to calibrate, to train and to measure on, as a LightningDataModule.
+"""Blocks of text to calibrate, to train and to measure on, as a LightningDataModule of the program's Lightning.
 
 No text that a held-out block repeats is calibrated or trained on (:mod:`lightning_obs.app.data.overlap`).
 
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -21,6 +20,7 @@ from lightning_obs.app.console import say
 from lightning_obs.app.data.chats import Chat, chats_apart_from, holds_chat, read_texts, token_ids
 from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.data.overlap import RUN, HeldOutRuns
+from lightning_obs.callbacks.lightning_package import LightningDataModule
 from lightning_obs.errors import CalibrationError
 
 #: a block of tokens, ``{"input_ids": (tokens,)}``
