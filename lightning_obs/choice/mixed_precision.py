@@ -329,7 +329,7 @@ def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: M
 
     candidates = measured.candidates
     count = len(candidates)
-    variables = np.arange(len(sizes))
+    variables = np.arange(len(sizes), dtype=np.int32)  # up to scipy 1.14, HiGHS takes no 64-bit indices
     group_numbers = variables // count
     candidate_numbers = variables % count
     schemes_of_group = coo_array((np.ones(len(sizes)), (group_numbers, variables)))

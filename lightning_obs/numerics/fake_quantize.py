@@ -288,7 +288,7 @@ def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     value_eps = torch.finfo(value.dtype).eps
     scale_eps = torch.finfo(scale.dtype).eps
     rounding_error = max(value_eps, scale_eps) * (grid.high - grid.low)
-    slack = grid.last_step / 2 + rounding_error
+    slack = grid.last_step() / 2 + rounding_error
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
     low = (grid.low - slack - zero) * step

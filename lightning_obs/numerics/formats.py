@@ -41,7 +41,6 @@ class NumberFormat(NamedTuple):
     codes: torch.dtype | None = None
     mx_mantissa: int = 1
 
-    @property
     def last_step(self) -> float:
         """The step from the second largest to the largest number."""
         exponent = math.floor(math.log2(self.last))
@@ -133,12 +132,11 @@ class NumberGrid(NamedTuple):
             high = number.last
         return cls(args, low, high, number, signed, global_scale)
 
-    @property
     def last_step(self) -> float:
-        """Distance of the two outermost numbers."""
+        """Distance of the two outermost numbers. Not a property, which the compiler of torch 2.10 cannot trace."""
         if self.number is None:
             return 1.0
-        return self.number.last_step
+        return self.number.last_step()
 
     @property
     def usual_error(self) -> float:

@@ -184,7 +184,7 @@ def _rounded(
     steps = values / scale
     if zero_point is not None:
         steps += zero_point
-    slack = 0.5 * grid.last_step * (1 + 1e-3)  # rounding alone would not move a value that far
+    slack = 0.5 * grid.last_step() * (1 + 1e-3)  # rounding alone would not move a value that far
     is_below = steps < grid.low - slack
     clipped = is_below.logical_or_(steps > grid.high + slack)
     if levels is None:

@@ -44,12 +44,14 @@ from lightning_obs.model.module_qparams import (
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
 from lightning_obs.numerics.qparams import scheme_args
-from lightning_obs.packages import import_package
+from lightning_obs.packages import import_package, require_release
 
 #: the first opset with 4-bit integers and scales per group
 _OPSET = 21
 #: bytes of weights that one file holds; protobuf ends at 2 GiB, and the graph needs room, too
 _LARGEST_FILE = 3 << 29
+#: the first release under which the graph has the names of the model's buffers; before it 4-bit integers took 8 bits
+_OLDEST_ONNXSCRIPT = "0.6"
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
@@ -94,6 +96,7 @@ def export_onnx(
     file = Path(file)
     for package in ("onnx", "onnxscript"):
         import_package(package, "export_onnx")
+    require_release("onnxscript", _OLDEST_ONNXSCRIPT, "export_onnx")
     _refuse_what_onnx_cannot_hold(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")

@@ -4,4 +4,4 @@ Each registers a device for its whole process (:mod:`tests.support.pretend_devic
 without; ``tests/test_accelerator.py`` runs them in processes of their own.
 """
 
-collect_ignore_glob = ["test_*.py"]
+collect_ignore_glob = ["*.py"]

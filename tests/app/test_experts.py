@@ -9,6 +9,9 @@ from lightning_obs.app.main import run
 from lightning_obs.errors import CalibrationError
 from tests.support.moe_models import tiny_moe
 from tests.support.tiny_model import save_tiny_llama
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.versions import needs_architectures
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "equality" / "architectures.py"
 
 
@@ -19,6 +21,7 @@ def verdicts(monkeypatch, capsys, *words):
     return ended.value.code, {tuple(line.split()[:3]): line.split()[3] for line in lines}
 
 
+@needs_architectures("dots3_note")
 def test_equal_refused_and_too_large_models_are_told_apart(monkeypatch, capsys):
     code, found = verdicts(
         monkeypatch,

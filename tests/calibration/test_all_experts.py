@@ -12,6 +12,9 @@ from lightning_obs.observers.min_max import StaticMinMaxObserver
 #: expert 3 gets no token, expert 2 one
 from tests.calibration.expert_blocks import BLOCKS, INDEX, assert_ranges
 from tests.support.moe_models import EXPERTS, HIDDEN, GatedMLP, ListBlock, tiny_moe
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 
 @BLOCKS

@@ -16,6 +16,7 @@ from lightning_obs.report.summary import summary
 #: expert 3 gets no token, expert 2 one
 from tests.calibration.expert_blocks import BLOCKS, INDEX, assert_ranges, linear_block, list_block, routed
 from tests.support.moe_models import EXPERTS, HIDDEN, by_hand, tiny_moe
+from tests.support.versions import converted_weights
 
 # ---------------------------------------------------------------------- what the router sends
 
@@ -45,6 +46,7 @@ def test_tokens_are_counted_as_the_router_sent_them(make, x):
     assert session.result.expert_tokens == {"experts": [14, 16, 2, 0]}
 
 
+@converted_weights
 def test_counts_are_those_of_transformers_own_router():
     model = tiny_moe("qwen3_moe")
     linearize_experts(model)

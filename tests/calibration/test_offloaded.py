@@ -45,6 +45,7 @@ from tests.support.offloaded import (
     tokens,
 )
 from tests.support.tiny_model import save_tiny_llama
+from tests.support.versions import converted_weights
 
 W4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 SCHEMES = {
@@ -212,6 +213,7 @@ def test_generating_keeps_no_weights_of_an_offloaded_model(source, tmp_path):
         assert projection.quantized_forward.weight_cache is None
 
 
+@converted_weights
 @pytest.mark.parametrize("way", [on_disk, compressed_tensors_cpu], ids=lambda way: way.__name__)
 def test_experts_are_linearized_and_then_offloaded(way, tmp_path):
     found = []
@@ -234,6 +236,7 @@ def test_experts_are_linearized_and_then_offloaded(way, tmp_path):
     assert found[0][1] == found[1][1]
 
 
+@converted_weights
 @pytest.mark.parametrize("dispatch", [cpu_offload, "compressed-tensors"])
 def test_experts_in_one_parameter_are_not_taken_apart_where_they_are_offloaded(dispatch):
     from compressed_tensors.offload import set_onload_device

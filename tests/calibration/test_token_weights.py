@@ -26,6 +26,7 @@ from tests.callbacks.calibration_modules import trainer
 from tests.streaming.test_checkpoint_weights import tiny_llama as tiny_llama_of
 from tests.support.moe_models import tiny_moe
 from tests.support.rank_processes import run_ranks
+from tests.support.versions import converted_weights
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
 WEIGHED = {"weight": {"name": "hessian", "weigh_tokens": True}}
@@ -331,6 +332,7 @@ def test_a_call_of_a_part_of_the_model_is_refused():
         model.inner(inputs())
 
 
+@converted_weights
 def test_experts_are_refused():
     model = tiny_moe("qwen3_moe")
     linearize_experts(model)

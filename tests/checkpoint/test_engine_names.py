@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationSession, export_checkpoint, linearize_experts, quantized
 from tests.support.moe_models import tiny_moe
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 FP8_OUTSIDE_EXPERTS = {"ignore": ["lm_head", "re:.*experts.*"]}
 

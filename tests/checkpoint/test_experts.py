@@ -12,7 +12,9 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
 from lightning_obs.schemes.config import preset_names
 from tests.support.moe_models import FAMILY, FP8_BLOCK, KINDS, W4A16_32, tiny_moe
-from tests.support.versions import dequantizes_activations_too
+from tests.support.versions import converted_weights, dequantizes_activations_too
+
+pytestmark = converted_weights
 
 
 @pytest.fixture

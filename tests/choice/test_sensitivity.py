@@ -22,6 +22,7 @@ from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.numerics.moments import channel_products
 from lightning_obs.observers.statistic import input_statistics
 from tests.support.moe_models import tiny_moe
+from tests.support.versions import converted_weights
 
 INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}
 INT8 = {"weights": {"num_bits": 8, "strategy": "channel"}}
@@ -140,6 +141,7 @@ def test_modules_that_are_fused_are_measured_together(tiny_llama, batches):
     assert first.losses["int4"] == pytest.approx(alone, rel=0.9)
 
 
+@converted_weights
 def test_all_experts_of_a_layer_are_one_group():
     model = tiny_moe("qwen3_moe")
     linearize_experts(model)

@@ -9,6 +9,7 @@ from lightning_obs import linearize_experts
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import asked, plan
 from tests.support.moe_models import tiny_moe
+from tests.support.versions import converted_weights
 
 ENGINES = ("SGLang", "llama.cpp")
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
@@ -78,6 +79,7 @@ def test_what_a_reader_computes_in_another_way_is_a_warning(engine, scheme, mess
         plan(tiny_llama(torch.bfloat16), scheme, engine, ignore="lm_head")
 
 
+@converted_weights
 def test_sglang_has_rules_for_experts_of_its_own():
     model = tiny_moe("qwen3_moe", torch.bfloat16)
     linearize_experts(model)

@@ -14,6 +14,7 @@ from lightning_obs.engines import Hardware
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import asked, plan
 from tests.support.moe_models import tiny_moe
+from tests.support.versions import converted_weights
 
 TOKEN8 = {"num_bits": 8, "strategy": "token", "dynamic": True}
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
@@ -108,6 +109,7 @@ def test_a_part_of_a_fused_set_is_refused_for_vllm_and_warned_of_for_others(tiny
     assert len(given) == 1
 
 
+@converted_weights
 @pytest.mark.parametrize(
     ("scheme", "taken"),
     [("FP8", True), ("W8A8", True), ("INT8_STATIC", False), ({"weights": {"num_bits": 4, "group_size": 32}}, True)],

@@ -11,11 +11,16 @@ from transformers import AutoConfig, CompressedTensorsConfig
 from lightning_obs import CalibrationSession, export_checkpoint, quantized
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.conversions import initializer_fault, names_in_files
+from tests.support.versions import converted_weights, needs_architectures
+
+pytestmark = converted_weights
 
 W4 = {"weights": {"num_bits": 4, "group_size": 32}}
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0}
 IDS = torch.arange(3, 35).view(2, 16)
+GTE = pytest.param("gte MaskedLM", marks=needs_architectures("gte"))
+MERGED_IN_FILES = ["nomic_bert MaskedLM", GTE, "hrm_text CausalLM"]
 SWIGLU = {"use_swiglu_ffn": True, "mlp_ratio": 3}  # an inner width of 128
 
 
@@ -49,7 +54,7 @@ def difference_after_loading(model: nn.Module, inputs, folder, scheme, engines="
         return (loaded(**inputs).logits - expected).abs().max().item()
 
 
-@pytest.mark.parametrize("kind", ["nomic_bert MaskedLM", "gte MaskedLM", "hrm_text CausalLM"])
+@pytest.mark.parametrize("kind", MERGED_IN_FILES)
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", W4], ids=["int8", "int4"])
 def test_weights_that_are_one_in_files_are_loaded_with_their_scales(kind, scheme, tmp_path):
     model, inputs = make(kind)
@@ -62,7 +67,7 @@ def test_q_k_and_v_that_are_one_in_files_may_stay_in_full_precision(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", W4], ids=["int8", "int4"])
-@pytest.mark.parametrize("kind", ["nomic_bert MaskedLM", "gte MaskedLM", "hrm_text CausalLM"])
+@pytest.mark.parametrize("kind", MERGED_IN_FILES)
 def test_weights_that_are_one_in_files_cannot_be_dequantized(kind, scheme):
     model, _ = make(kind)
     ignore = ["lm_head"] * ("Causal" in kind)

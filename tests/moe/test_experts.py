@@ -14,6 +14,9 @@ from lightning_obs import (
 )
 from lightning_obs.moe.experts import fused_experts, hub_names, routers
 from tests.support.moe_models import EXPERTS, HIDDEN, StackedBlock, StackedExperts, tiny_moe
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 KINDS = ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe", "deepseek_v3"]
 

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.numerics import formats
 from lightning_obs.numerics.formats import FORMATS, NumberFormat, NumberGrid
-from lightning_obs.schemes.config import preset_names
+from tests.support.versions import HAS_FLOATS_OF_6_BITS
 
 E2M3, E5M2 = "float6_e2m3fn", "float8_e5m2"
 
@@ -60,7 +60,7 @@ def reloaded_difference(scheme, folder):
         return (load_checkpoint(fresh, folder)(x) - expected).abs().max().item()
 
 
-@pytest.mark.skipif("MXFP6A16" not in preset_names(), reason="compressed-tensors 0.19 has no MXFP6A16")
+@pytest.mark.skipif(not HAS_FLOATS_OF_6_BITS, reason="compressed-tensors 0.19 has no MXFP6A16")
 def test_a_format_of_values_is_calibrated_exported_and_reloaded_by_its_row_alone(tmp_path, monkeypatch):
     monkeypatch.delitem(FORMATS, E2M3)
     with pytest.raises(CalibrationError, match=r"no such number format: 0 \(weight\). Got floating point of 6 bits"):

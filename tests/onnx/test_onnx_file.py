@@ -16,10 +16,12 @@ from lightning_obs import (
     export_checkpoint,
     export_onnx,
     load_checkpoint,
+    packages,
     quantized,
 )
 from lightning_obs.files.write import Staging
 from lightning_obs.onnx import onnx_file
+from tests.support.versions import needs_release
 
 WEIGHTS = {"num_bits": 8, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "observer": "static_minmax"}
@@ -211,6 +213,12 @@ def int8(x=None):
     return calibrated(mlp, torch.randn(2, 16) if x is None else x, {"targets": ["Linear"], "weights": WEIGHTS})
 
 
+def test_an_exporter_that_names_weights_otherwise_is_refused(tmp_path, monkeypatch):
+    """Up to onnxscript 0.5 weights of 4 bits were stored in 8 without a word."""
+    monkeypatch.setattr(packages, "version", {"onnxscript": "0.5.7"}.__getitem__)
+    refused(int8(), r"export_onnx needs onnxscript>=0\.6\. Got onnxscript 0\.5\.7\. Remedy: pip install -U", tmp_path)
+
+
 def test_a_model_that_is_not_ready_is_refused(tmp_path):
     refused(mlp().eval(), "Sequential was not calibrated.*CalibrationSession", tmp_path)
     changed = int8()
@@ -338,6 +346,7 @@ def convolutions():
     return nn.Sequential(*layers, nn.Conv2d(8, 4, 1))
 
 
+@needs_release("onnxruntime", "1.23", "it computes with the biases of the file")
 def test_where_onnxruntime_differs_it_is_by_its_own_rounding_of_biases(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(8, 3, 24, 24)

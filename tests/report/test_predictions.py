@@ -9,6 +9,9 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.predictions import Predictions
 from tests.support.rank_processes import run_ranks
 
+#: said by torchmetrics 1.4
+pytestmark = pytest.mark.filterwarnings("ignore:The input order and naming in metric `KLDivergence`")
+
 
 class Head(nn.Module):
     """Gives its inputs out as logits."""

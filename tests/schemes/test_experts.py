@@ -7,6 +7,9 @@ import torch
 
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, linearize_experts
 from tests.support.moe_models import EXPERTS, FP8_BLOCK, W4A16_32, W4A16_ASYM, StackedBlock, tiny_moe
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 
 def test_stacked_experts_are_not_left_out_in_silence():

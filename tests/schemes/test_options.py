@@ -7,7 +7,6 @@ from dataclasses import FrozenInstanceError
 import pytest
 import torch
 from hydra.utils import instantiate
-from mypy import api
 from omegaconf import OmegaConf
 from torch import nn
 from typing_extensions import get_type_hints
@@ -89,6 +88,7 @@ def test_the_docstring_of_a_callback_lists_all_its_arguments_with_types_and_defa
 
 @pytest.mark.slow
 def test_mypy_finds_a_wrong_option(tmp_path):
+    api = pytest.importorskip("mypy.api")
     (tmp_path / "user.py").write_text(
         "from lightning_obs import CalibrationCallback, QuantizationAwareTraining, mixed_precision\n"
         "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True, export_folder='out')\n"

@@ -24,6 +24,7 @@ from tests.calibration import failing_observer  # noqa: F401  (registers it)
 from tests.support.moe_models import W4A16_32, tiny_moe
 from tests.support.rank_processes import run_ranks
 from tests.support.tiny_model import tiny_tokenizer
+from tests.support.versions import converted_weights
 
 IGNORE = ["lm_head"]
 DATA_FREE = {
@@ -82,6 +83,7 @@ def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
     assert quantization(tmp_path / "files") == quantization(expected)
 
 
+@converted_weights
 @pytest.mark.parametrize("own_names", [False, True], ids=["hub names", "3-D experts"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "nemotron_h"])
 def test_experts_are_those_of_an_export_from_memory(kind, own_names, tmp_path):
@@ -113,6 +115,7 @@ def test_tensors_that_a_constructor_makes_itself_are_those_of_the_files(kind, tm
     assert sums(tmp_path / "files") == sums(expected)
 
 
+@converted_weights
 def test_an_architecture_whose_tensors_are_merged_from_those_of_files_is_refused(tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = AutoConfig.for_model("nomic_bert", vocab_size=96, **sizes)
@@ -266,6 +269,7 @@ def test_a_folder_that_cannot_be_quantized_is_named_and_nothing_is_written(damag
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
+@converted_weights
 def test_a_stack_of_experts_that_is_missing_is_not_read_from_another(tmp_path):
     source, stack = tmp_path / "moe", "model.layers.0.mlp.experts.down_proj"
     tiny_moe("qwen3_moe", torch.bfloat16).save_pretrained(source, save_original_format=False)

@@ -26,6 +26,7 @@ from lightning_obs import (
 from lightning_obs.files.tensors import TensorReader
 from tests.streaming.test_checkpoint_weights import IGNORE, quantization, sums, tiny_llama
 from tests.support.moe_models import W4A16_32, tiny_moe
+from tests.support.versions import converted_weights
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}
@@ -80,6 +81,7 @@ def test_the_files_are_those_of_an_export_from_memory(scheme, options, tmp_path)
     assert logits[0].equal(logits[1])
 
 
+@converted_weights
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [
@@ -206,6 +208,7 @@ def test_padding_is_kept_out(tmp_path):
     require_same(tmp_path / "out", expected)
 
 
+@converted_weights
 def test_modules_that_no_data_reached_stay_in_full_precision(tmp_path):
     tiny_moe("mixtral", torch.bfloat16, num_local_experts=16).save_pretrained(tmp_path / "moe")
     options = {"ignore": IGNORE, "on_missing": "warn", "engines": "unchecked"}

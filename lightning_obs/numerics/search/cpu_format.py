@@ -51,7 +51,7 @@ def loop_format(search: GridSearch, dtype: torch.dtype) -> tuple[Format, float]:
     slack = 2.0 if mx else 1.01 if rounded is None else 1 + 0.56 * 2.0**-rounded.mantissa
     span = -grid.low if grid.signed else (grid.high - grid.low) / (2 if grid.args.symmetric else 1)
     most, narrowest = span * slack / (search.expand * factors[0]), min(factors) / factors[0]
-    distance = max(grid.last_step * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
+    distance = max(grid.last_step() * max(factors) / factors[0], most - (span - 1) * narrowest / slack + 1)
     zero = torch.zeros(1, dtype=dtype)
     form = Format(
         *(f32(grid.low), f32(grid.high), number and _bits(number)[:2], grid.args.symmetric, grid.signed),

@@ -7,6 +7,9 @@ from torch.utils.data import DataLoader
 from lightning_obs import CalibrationCallback, CalibrationError, linearize_experts
 from tests.support.lightning_package import L
 from tests.support.moe_models import EXPERTS, tiny_moe
+from tests.support.versions import converted_weights
+
+pytestmark = converted_weights
 
 
 class MixtureOfExperts(L.LightningModule):

@@ -28,6 +28,7 @@ from tests.support.offloaded import (
 )
 from tests.support.rank_processes import run_ranks
 from tests.support.tiny_model import save_tiny_llama
+from tests.support.versions import needs_release
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +207,7 @@ def on_share(rank, ranks, source, folder):
     return found
 
 
+@needs_release("compressed-tensors", "0.20", "in a process group, a model offloaded to disk asks for an accelerator")
 def test_ranks_that_have_each_dispatched_the_model_agree_on_the_qparams_of_one(source, tmp_path):
     [alone] = run_ranks(on_share, 1, 1, source, tmp_path)
     for found in run_ranks(on_share, 2, 2, source, tmp_path):

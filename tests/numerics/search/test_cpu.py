@@ -25,6 +25,7 @@ from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.numerics.search.rows import Rows, rows_of_observed
 from tests.numerics.search.test_ranges import FORMATS as SOME_FORMATS
+from tests.support.versions import HAS_FLOATS_OF_6_BITS
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
 FORMATS = SOME_FORMATS | {
@@ -33,11 +34,12 @@ FORMATS = SOME_FORMATS | {
     "int6": QuantizationArgs(num_bits=6),
     "int4 signed": QuantizationArgs(num_bits=4),
     "int8 signed": QuantizationArgs(num_bits=8),
-    "fp6": QuantizationArgs(num_bits=6, type="float"),
     "fp4 with fp8 scales": QuantizationArgs(
         num_bits=4, type="float", strategy="group", group_size=16, scale_dtype=torch.float8_e4m3fn
     ),
 }
+if HAS_FLOATS_OF_6_BITS:
+    FORMATS["fp6"] = QuantizationArgs(num_bits=6, type="float")
 INT4 = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS)
 SIGNED = {name for name in FORMATS if name.endswith("signed")}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
