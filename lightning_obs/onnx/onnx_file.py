@@ -62,6 +62,7 @@ def export_onnx(
     example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     dynamic_shapes: Any = None,
+    signed: bool | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a calibrated model, or a model that :func:`~lightning_obs.load_checkpoint` loaded, as a QDQ ONNX file.
@@ -79,6 +80,9 @@ def export_onnx(
             arguments. A model that takes one dict gets it in a tuple: ``(batch,)``.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
+        signed: store symmetric activations as signed integers with zero point 0; TensorRT takes no others. False: as
+            unsigned integers with zero point 128, which are the same numbers. None: signed if the installed
+            onnxruntime loads them; up to the release 1.32 it does not where a Linear has more than two dimensions.
         overwrite: replace an existing ``file``.
 
     Returns:
@@ -93,6 +97,8 @@ def export_onnx(
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
     """
     require_bool(overwrite=overwrite)
+    if signed is not None:
+        require_bool(signed=signed)
     file = Path(file)
     for package in ("onnx", "onnxscript"):
         import_package(package, "export_onnx")
@@ -100,9 +106,13 @@ def export_onnx(
     _refuse_what_onnx_cannot_hold(model)
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
-    with left_as_it_was(model):
-        program = _trace(model, example, dynamic_shapes)
     from lightning_obs.onnx.graph import finish
+    from lightning_obs.onnx.installed_runtime import takes_signed_activations
+
+    if signed is None:
+        signed = takes_signed_activations()
+    with left_as_it_was(model):
+        program = _trace(model, example, dynamic_shapes, signed)
 
     finish(program.model, _names_of_4_bit_codes(model))
     _save(program, file, overwrite)
@@ -196,15 +206,15 @@ class _QdqWriter:
     """Adds QuantizeLinear and DequantizeLinear to the graph for the tensors of one module, while the model is traced.
 
     The nodes read ``buffers``, which :func:`_trace` registers on the module for the length of the trace; the
-    initializers of the graph take the names of these buffers. Activations with a zero point are written as unsigned
-    integers, with codes and zero point both 128 higher: the numbers are the same, and engines on x86 multiply unsigned
-    by signed integers. Symmetric activations stay signed, with zero point 0, which is all that TensorRT takes.
+    initializers of the graph take the names of these buffers. Unsigned activations have codes and zero point both 128
+    higher than the calibrated ones: the numbers are the same, and engines on x86 multiply unsigned by signed integers.
 
     Args:
         module: a calibrated module.
+        signed: whether symmetric activations are stored as signed integers.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, signed: bool) -> None:
         self.module = module
         #: by base name (weight, input, output), the attributes of the DequantizeLinear node
         self.attributes: dict[str, dict[str, Any]] = {}
@@ -222,7 +232,7 @@ class _QdqWriter:
                 self.buffers["weight_codes"] = self._weight_codes(args, scale, zero_point, qparams.get(ROUNDED))
             else:
                 self.attributes[base] = {}
-                if not args.symmetric:
+                if not (args.symmetric and signed):
                     zero_point = (zero_point.short() + 128).to(torch.uint8)
             shape = _onnx_shape(scale, args)
             self.buffers[f"{base}_step"] = scale.float().reshape(shape)
@@ -306,8 +316,8 @@ class _Example(NamedTuple):
         return cls((), dict(by_name), dynamic_shapes)
 
 
-def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
-    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward.
+def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) -> Any:
+    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward; see :func:`export_onnx`.
 
     Args:
         model: calibrated, in evaluation mode.
@@ -319,7 +329,7 @@ def _trace(model: nn.Module, example: Any, dynamic_shapes: Any) -> Any:
     arguments = _Example.of(model, example, dynamic_shapes)
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
-            writer = _QdqWriter(module)
+            writer = _QdqWriter(module, signed)
             for name, value in writer.buffers.items():
                 module.register_buffer(name, value, persistent=False)
                 stack.callback(delattr, module, name)

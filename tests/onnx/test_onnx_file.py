@@ -67,6 +67,7 @@ CASES = {
     ),
     "outputs too": (IMAGES, {"targets": ["Linear"], "weights": WEIGHTS, "output_activations": ASYMMETRIC}),
     "int8 of tokens": (TOKENS, {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": ASYMMETRIC}),
+    "int8 of tokens, symmetric": (TOKENS, {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}),
     "int8 embedding": (TOKENS, {"targets": ["Embedding"], "weights": WEIGHTS}),
     "int4 groups": (TOKENS, {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 16}}),
     "int3 groups": (TOKENS, {"targets": ["Linear"], "weights": {"num_bits": 3, "group_size": 16, "symmetric": False}}),
@@ -322,7 +323,8 @@ def test_symmetric_schemes_follow_tensorrts_rules(tmp_path):
     https://docs.nvidia.com/deeplearning/tensorrt/latest/inference-library/work-quantized-types.html
     """
     x = torch.randn(2, 3, 9, 9)
-    graph = onnx.load(export_onnx(calibrated(Norms, x, CASES["int8"][1]), tmp_path / "model.onnx", x)).graph
+    model = calibrated(Norms, x, CASES["int8"][1])
+    graph = onnx.load(export_onnx(model, tmp_path / "model.onnx", x, signed=True)).graph
     stored = {value.name: onnx.numpy_helper.to_array(value) for value in graph.initializer}
     producers = {name: node for node in graph.node for name in node.output}
     kinds = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
@@ -337,6 +339,23 @@ def test_symmetric_schemes_follow_tensorrts_rules(tmp_path):
         if node.op_type in ("Conv", "ConvTranspose", "Gemm", "MatMul"):
             for name in node.input[:2]:
                 assert producers[name].op_type in ("DequantizeLinear", "Transpose")
+
+
+def test_signed_activations_are_the_default_where_onnxruntime_loads_them(tmp_path, monkeypatch):
+    x = torch.randint(0, 50, (2, 7))
+    model = calibrated(tokens, x, CASES["int8 of tokens, symmetric"][1])
+    as_signed = export_onnx(model, tmp_path / "signed.onnx", x, signed=True)
+    as_unsigned = export_onnx(model, tmp_path / "unsigned.onnx", x, signed=False)
+    assert torch.equal(run(as_signed, x, optimized=False), run(as_unsigned, x, optimized=False))
+    try:
+        run(as_signed, x)
+    except onnxruntime.capi.onnxruntime_pybind11_state.Fail:
+        expected = as_unsigned
+    else:
+        expected = as_signed
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+    assert initializers(file)["1.input_zero"] == initializers(expected)["1.input_zero"]
+    run(file, x)
 
 
 def convolutions():
