@@ -38,6 +38,9 @@ for operation in compiled.get_runtime_model().get_ordered_ops():
 print(json.dumps(precisions))
 """
 
+#: operations of a compiled model that multiply integers
+INTEGERS = {(layer, integer) for layer in ("Convolution", "FullyConnected") for integer in ("u8", "i8")}
+
 
 def net():
     torch.manual_seed(0)
@@ -50,8 +53,8 @@ def net():
 @pytest.mark.parametrize(
     ("scheme", "products"),
     [
-        ("INT8_STATIC", {("Convolution", "u8"), ("Convolution", "i8"), ("FullyConnected", "u8"), ("FullyConnected", "i8")}),
-        ("INT8_STATIC_ASYM", {("Convolution", "u8"), ("FullyConnected", "u8")}),
+        ("INT8_STATIC", INTEGERS),
+        ("INT8_STATIC_ASYM", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}),
     ],
 )
 def test_openvino_computes_with_integers_what_quantized_computes(scheme, products, tmp_path):
