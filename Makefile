@@ -31,7 +31,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test lint fast nightly lean oldest pythons docs parity engines clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -40,7 +40,12 @@ demo: $(VENV)/.installed
 test: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory lint
 	$(PYTEST)
-	$(PYTEST) $(BOTH_NAMES) -m "not slow and not nightly"
+	$(MAKE) --no-print-directory second-name
+
+# Two workers, as for the fast tests.
+second-name: WORKERS = 2
+second-name: $(VENV)/.installed-test
+	$(PYTEST) $(BOTH_NAMES) -m "$(FAST)"
 
 # A worker takes 40 s of CPU to import and compile for itself, and few of these tests wait.
 fast: WORKERS = 2

@@ -313,7 +313,7 @@ def with_unknown(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["W4A16", "NVFP4A16"])
+@pytest.mark.parametrize("scheme", ["W4A16", pytest.param("NVFP4A16", marks=pytest.mark.nightly)])
 def test_workers_write_the_files_of_one_process(scheme, tmp_path):
     folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", scheme, ignore=IGNORE, max_shard_size="50KB")
