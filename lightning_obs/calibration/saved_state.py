@@ -152,12 +152,34 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let observers continue from a :func:`dump_statistics`."""
+    """Let observers continue from a :func:`dump_statistics`.
+
+    Raises:
+        CalibrationError: an observer's class declares a statistic that it did not declare when the state was saved.
+    """
     for (name, base_name), observer in observers.items():
         statistics = state.get(f"{name}.{base_name}")
         if statistics:
+            _require_declared(observer, statistics, f"{name} ({base_name})")
             observer.reset()
             observer.load_statistics(copy.deepcopy(dict(statistics)))
+
+
+def _require_declared(observer: Observer, statistics: Mapping[str, Any], where: str) -> None:
+    """Refuse saved statistics of one tensor that lack some of those that its observer declares.
+
+    An observer sets all statistics of a tensor together, and all of a module's inputs together.
+    """
+    for of_inputs in (False, True):
+        declared = [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs == of_inputs]
+        absent = [name for name in declared if name not in statistics]
+        if absent and len(absent) < len(declared):
+            raise CalibrationError(
+                f"the saved observation is of another version of {type(observer).__name__}",
+                where=[where],
+                got=f"no {name_list(absent)}",
+                remedy="calibrate again, or load it with the class that saved it.",
+            )
 
 
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:

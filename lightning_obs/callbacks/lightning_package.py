@@ -51,6 +51,8 @@ move_data_to_device: Any = import_module(f"{_FABRIC}.utilities").move_data_to_de
 def class_of(value: object, *names: str) -> type[Any] | None:
     """Return which of some classes of Lightning a value is an instance of, in either package.
 
+    Classes of other packages (lightning_colossalai) are not found, whatever their name.
+
     Args:
         value: a Trainer's strategy, logger or callback, a LightningModule...
         *names: of the classes to look for.

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 def collectives_of(trainer: Trainer) -> Collectives:
     """Return how this rank reduces and gathers over the others, through the Trainer's strategy.
 
-    Before the Trainer has started its ranks, they are the collectives of one rank.
+    Before the Trainer has started its ranks, they are the collectives of one rank; so are those of a strategy that has
+    no ``world_size`` of its own.
 
     Raises:
         CalibrationError: a strategy whose ranks do not hold the whole model, or end with the run.
@@ -40,7 +41,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
     # These derive from DDPStrategy, but a rank may hold a part of the weights only.
-    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy")
+    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy") or _is_colossal_ai(strategy)
     is_supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
     if shares_weights or not is_supported:
         raise CalibrationError(
@@ -57,6 +58,11 @@ def collectives_of(trainer: Trainer) -> Collectives:
             return strategy.reduce(tensor, None, op)
 
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
+
+
+def _is_colossal_ai(strategy: object) -> bool:
+    """Whether a strategy is of ``lightning_colossalai``, a package that ``class_of`` does not look into."""
+    return any(cls.__name__ == "ColossalAIStrategy" for cls in type(strategy).__mro__)
 
 
 def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:

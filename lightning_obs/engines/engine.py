@@ -37,7 +37,7 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 class Hardware:
     """The hardware that runs a checkpoint: an engine's answer to :meth:`Engine.takes` and :meth:`Engine.check`."""
 
-    cuda: int | None = None  # least compute capability, times ten; None: no kernel for CUDA
+    cuda: int | None = None  # least compute capability, times ten (89: CUDA 8.9); None: no kernel for CUDA
     cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "Apple silicon"; empty: none
     last: int | None = None  # the greatest compute capability, times ten; None: any
 
@@ -114,6 +114,7 @@ class PlannedCheckpoint:
 class Engine:
     """An inference engine. The base class takes every checkpoint: ``engines="unchecked"``.
 
+    An engine that takes schemes by a table is a :class:`~lightning_obs.engines.families.FamilyEngine`.
     :func:`ask_engines` calls ``check`` and ``remarks``; ``check`` calls ``takes`` for each module. ``config_names`` and
     ``matches_class`` are called while a checkpoint's config is written (``checkpoint/quantization_config.py``).
     """

@@ -27,6 +27,7 @@ _PENDING = 4096
 class TensorError:
     """The effect of rounding on one tensor: the :data:`NUMBERS`, and its smallest and largest value; None: unknown.
 
+    A field for each row of :data:`NUMBERS`, by its name; rows of the page call it ``input_<field>``, and so on.
     :meth:`LayerSums.errors` makes one for each tensor that was measured.
     """
 

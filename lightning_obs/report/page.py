@@ -37,7 +37,7 @@ _LABELS = {"batches": "calibration batches", "calibration": "calibration time"}
 class Column(NamedTuple):
     """A column of the page's table."""
 
-    key: str  # of a layer's row
+    key: str  # of a layer's row (:func:`layer_row`): ``input_bits`` is ``LayerError.input.bits``
     title: str  # above it
     digits: int | None = None  # behind the point; None: four significant ones, or a text
     is_wide: bool = False  # left out on a phone

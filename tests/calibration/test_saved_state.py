@@ -7,12 +7,15 @@ import json
 
 import pytest
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
+from lightning_obs.calibration.saved_state import dump_statistics, load_statistics
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.sealed import sealed
 from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
+from lightning_obs.schemes.config import make_observer
 from tests.calibration.common import STATIC, attributes, calibrate
 
 ASYMMETRIC = {"symmetric": False, "observer": "static_minmax"}
@@ -161,3 +164,16 @@ def test_a_damaged_state_is_refused_and_nothing_is_written(mlp, damage, message)
 def test_a_state_that_is_none_is_refused(mlp):
     with pytest.raises(CalibrationError, match=r"the saved calibration cannot be read. Got AttributeError: 'list'"):
         CalibrationSession(mlp, STATIC).load_state_dict(["a", "list"])
+
+
+def test_statistics_that_lack_one_that_is_declared_now_are_refused():
+    args = QuantizationArgs(num_bits=8, observer="normal_observer")
+    observer = make_observer("input", args)
+    observer(torch.randn(4, 16))
+    saved = dump_statistics({("fc1", "input"): observer})
+    del saved["fc1.input"][observer.statistics[-1].name]
+    fresh = make_observer("input", args)
+    message = rf"another version of {type(observer).__name__}: fc1 \(input\)\. Got no {observer.statistics[-1].name}"
+    with pytest.raises(CalibrationError, match=message):
+        load_statistics({("fc1", "input"): fresh}, saved)
+    assert not fresh.get_statistics()

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_obs.observers import Observer
+from tests.support.markdown import ROOT
 
 NAMES = sorted(
     name.replace("-", "_")
@@ -45,6 +46,15 @@ def make(name: str, base_name: str = "input", args: QuantizationArgs = FORMATS["
     if name in IMPORTANCE:
         base_name, kwargs = "weight", {"strict": False, **kwargs}
     return Observer.load_from_registry(name, base_name=base_name, args=args, **kwargs)
+
+
+@every_observer
+def test_it_has_a_config_and_a_line_of_the_reference(name):
+    configs = [ROOT / "configs" / kind / f"{name}.yaml" for kind in ("observer", "weight_observer")]
+    assert any(config.is_file() for config in configs)
+    observer_class = Observer.get_value_from_registry(name)
+    reference = (ROOT / "docs" / "reference" / "observers.md").read_text()
+    assert f"::: lightning_obs.observers.{observer_class.__name__}\n" in reference
 
 
 @st.composite
