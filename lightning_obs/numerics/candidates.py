@@ -4,8 +4,48 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+
+from lightning_obs.numerics.formats import NumberGrid
+
+
+class Candidates(NamedTuple):
+    """The candidate ranges of some rows: the range of each row times each factor.
+
+    Attributes:
+        low: smallest value of each row's range, ``(R,)`` in the dtype in which ranges are stored.
+        high: largest value of each row's range, ``(R,)``.
+        factors: by which the ranges are multiplied, ``(C,)`` in float64.
+    """
+
+    low: torch.Tensor
+    high: torch.Tensor
+    factors: torch.Tensor
+
+    def ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Smallest and largest value of each candidate and row, ``(C, R)`` both, as they would be stored."""
+        return candidate_ranges(self.low, self.high, self.factors)
+
+    def qparams(self, grid: NumberGrid) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and zero point of each candidate and row, ``(C, R)`` in float32; no zero point if symmetric."""
+        lows, highs = self.ranges()
+        return grid.qparams(lows, highs)
+
+
+def half_of_range(grid: NumberGrid, dtype: torch.dtype) -> float | None:
+    """The number of steps by which the magnitude of a range is divided; None: its scale takes more than that.
+
+    >>> from compressed_tensors.quantization import QuantizationArgs
+    >>> half_of_range(NumberGrid.of(QuantizationArgs(num_bits=4)), torch.float32)
+    7.5
+    """
+    is_rounded = grid.scale_dtype is not None or grid.global_scale is not None
+    if not grid.args.symmetric or grid.signed or is_rounded:
+        return None
+    steps = torch.tensor(grid.high - grid.low).to(dtype)
+    return (steps / 2).item()
 
 
 def shrink_factors(maxshrink: float, grid: float) -> list[float]:
@@ -26,16 +66,24 @@ def on_device(factors: tuple[float, ...], device: torch.device) -> torch.Tensor:
 def shrink(end: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """One end of a range times a factor, rounded to its own dtype, as it will be stored."""
     wide = torch.promote_types(end.dtype, torch.float32)
-    return (end.to(wide) * factor.to(wide)).to(end.dtype)
+    product = end.to(wide) * factor.to(wide)
+    return product.to(end.dtype)
 
 
 def candidate_ranges(
     low: torch.Tensor, high: torch.Tensor, factors: Sequence[float] | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The range times each of C factors: both ends ``(C, *shape)``."""
-    each = torch.as_tensor(factors, dtype=torch.float64, device=low.device).view(-1, *[1] * low.ndim)
-    lows, highs = shrink(torch.stack([low, high])[:, None], each)  # of both ends at once
+    factors = torch.as_tensor(factors, dtype=torch.float64, device=low.device)
+    factors = factors.view(-1, *[1] * low.ndim)
+    ends = torch.stack([low, high]).unsqueeze(1)  # both are shrunk in one launch
+    lows, highs = shrink(ends, factors)
     return lows, highs
+
+
+def finite_or_infinite(errors: torch.Tensor) -> torch.Tensor:
+    """Errors, infinite where they are NaN or leave float32."""
+    return torch.where(errors < torch.finfo(torch.float32).max, errors, torch.inf)
 
 
 def improves(errors: torch.Tensor) -> torch.Tensor:
@@ -44,9 +92,18 @@ def improves(errors: torch.Tensor) -> torch.Tensor:
     >>> improves(torch.tensor([[3.0], [3.0], [2.0], [torch.inf]])).flatten().tolist()
     [True, False, True, False]
     """
-    before = errors.cummin(0).values.roll(1, 0)
-    before[0].fill_(torch.inf)  # assigned, it would be a tensor first
-    return errors < before
+    improved = torch.empty(errors.shape, dtype=torch.bool, device=errors.device)
+    torch.lt(errors[0], torch.inf, out=improved[0])
+    if errors.device.type != "cpu":  # two launches for all candidates
+        least = errors.cummin(0).values
+        torch.lt(errors[1:], least[:-1], out=improved[1:])
+        return improved
+    # On a CPU cummin, which finds places too, takes ten times as long as this loop.
+    least = errors[0].clone()
+    for candidate in range(1, len(errors)):
+        torch.lt(errors[candidate], least, out=improved[candidate])
+        torch.minimum(errors[candidate], least, out=least)
+    return improved
 
 
 def visited(improved: torch.Tensor, patience: int | None) -> torch.Tensor:
@@ -60,6 +117,26 @@ def visited(improved: torch.Tensor, patience: int | None) -> torch.Tensor:
     [True, True, True, True, True, False]
     """
     number = torch.arange(1, len(improved) + 1, device=improved.device)
-    idle = number - (number * improved).cummax(0).values
-    ended = idle >= (len(improved) + 1 if patience is None else max(1, patience))
+    latest = (number * improved).cummax(0).values
+    idle = number - latest
+    limit = len(improved) + 1 if patience is None else max(1, patience)
+    ended = idle >= limit
     return ended.cumsum(0) <= ended
+
+
+def last_improvement(improved: torch.Tensor, is_visited: torch.Tensor | None = None) -> torch.Tensor:
+    """The best candidate of each row, the last visited one that improved it, counted from 1; 0: none, ``(R,)``.
+
+    Args:
+        improved: as :func:`improves` gives, ``(C, R)``.
+        is_visited: as :func:`visited` gives, ``(C,)``; None: all are.
+
+    >>> improved = torch.tensor([[True, False], [True, False], [True, False]])
+    >>> last_improvement(improved, torch.tensor([True, True, False])).tolist()
+    [2, 0]
+    """
+    dtype = torch.uint8 if len(improved) < 256 else torch.int32  # few bytes: there is a number for each error
+    numbers = torch.arange(1, len(improved) + 1, dtype=dtype, device=improved.device)
+    if is_visited is not None:
+        numbers = numbers * is_visited
+    return (improved * numbers[:, None]).amax(0).int()

@@ -14,7 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.errors import warn
-from lightning_obs.numerics.candidates import candidate_ranges
+from lightning_obs.numerics.candidates import Candidates, half_of_range
 from lightning_obs.numerics.formats import NumberGrid
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -54,24 +54,51 @@ def _available(device: torch.device) -> bool:
 
 def _difference(device: torch.device) -> float:
     """The relative difference of small results from those of torch's operations: the largest, or all that differ."""
-    grid, factors = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128)), (1.0, 0.9)
+    grid = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128))
     values = torch.linspace(-1, 1, 4096, device=device).pow(3)
-    view = values.bfloat16().view(1, 32, 1, 128)
-    ends = view.amin((0, 2, 3)), view.amax((0, 2, 3))
-    scale, _ = grid.qparams(*candidate_ranges(*ends, factors))
-    exact = grid.error(view[0, :, 0].float(), scale[..., None], None).abs().pow(2.4).sum(-1)
-    tried = torch.tensor(factors, dtype=torch.float64, device=device)
-    searched = errors_of_ranges(view, slice(0, 32), None, *ends, tried, grid, 2.4)
-    left, zero = values.view(64, 64), torch.zeros(64, 64, device=device)
-    factor = (torch.eye(64, device=device) + 0.01).triu()
-    panel = left, zero + 0.1, zero, factor, grid
-    rounded = round_panel(*panel)[0] != round_panel_plainly(left.clone(), *panel[1:])[0]
-    wide, counted = view[0].double(), view.new_zeros(32, 1 << 16, dtype=torch.int64)
-    count_patterns(view[0].transpose(0, 1), counted)
-    misplaced = counted.gather(1, view[0, :, 0].view(torch.uint16).long()) < 1
-    squares = moments(view[0].transpose(0, 1))[1] - wide.square().sum((1, 2))
-    wrong = misplaced.sum() + (counted.sum(1) != 128).sum() + (squares.abs() > 1e-9).sum()
-    return float(((searched - exact).abs() / exact).max() + rounded.double().mean() + wrong)
+    rows = values.bfloat16().view(32, 128)
+    return float(
+        _difference_of_errors(rows, grid)
+        + _difference_of_levels(values.view(64, 64), grid)
+        + _difference_of_counts(rows)
+        + _difference_of_squares(rows)
+    )
+
+
+def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
+    """The largest relative difference of an error of a range, ``rows`` being ``(R, G)``."""
+    factors = torch.tensor((1.0, 0.9), dtype=torch.float64, device=rows.device)
+    candidates = Candidates(rows.amin(1), rows.amax(1), factors)
+    scale, _ = candidates.qparams(grid)
+    expected = grid.error(rows.float(), scale[..., None], None).abs().pow(2.4).sum(-1)
+    errors = errors_of_ranges(rows[None, :, None], slice(0, len(rows)), None, candidates, grid, 2.4)
+    return ((errors - expected).abs() / expected).max()
+
+
+def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
+    """The share of the values of a square panel that are rounded to another level."""
+    zero = torch.zeros_like(left)
+    step = zero + 0.1
+    factor = (torch.eye(len(left), device=left.device) + 0.01).triu()
+    levels, _ = round_panel(left, step, zero, factor, grid)
+    expected, _ = round_panel_plainly(left.clone(), step, zero, factor, grid)
+    return (levels != expected).double().mean()
+
+
+def _difference_of_counts(rows: torch.Tensor) -> torch.Tensor:
+    """How many values ``(R, G)`` are not counted, and how many rows have another number of them."""
+    counts = rows.new_zeros(len(rows), 1 << 16, dtype=torch.int64)
+    count_patterns(rows[None], counts)
+    patterns = rows.view(torch.uint16).long()
+    misplaced = counts.gather(1, patterns) < 1
+    return misplaced.sum() + (counts.sum(1) != rows.shape[1]).sum()
+
+
+def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
+    """How many rows ``(R, G)`` have another sum of squares."""
+    expected = rows.double().square().sum(1)
+    _, squares = moments(rows[None])
+    return ((squares - expected).abs() > 1e-9).sum()
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
@@ -105,9 +132,7 @@ def errors_of_ranges(
     view: torch.Tensor,
     part: slice,
     importance: torch.Tensor | None,
-    low: torch.Tensor,
-    high: torch.Tensor,
-    factors: torch.Tensor,
+    candidates: Candidates,
     grid: NumberGrid,
     norm: float,
 ) -> torch.Tensor:
@@ -117,34 +142,39 @@ def errors_of_ranges(
         view: the values ``(A, B, N, G)``; the first two dimensions number the rows.
         part: the consecutive rows that are measured.
         importance: weight of each value's error, ``(I, G)``: row r has the weights of r modulo I.
-        low: smallest value of each row, ``(r,)`` in the dtype in which ranges are stored.
-        high: largest value of each row.
-        factors: the candidates, by which ranges are multiplied, ``(C,)`` in float64.
+        candidates: of these rows.
         grid: the numbers of the format.
         norm: exponent of the error.
     """
-    size, candidates, rows = view.shape[2:].numel(), len(factors), len(low)
+    rows = part.stop - part.start
+    count = len(candidates.factors)
+    size = view.shape[2:].numel()
     columns = min(_TILE, _power(size))
-    side, pieces = _TILE // columns, -(-size // columns)
-    out = torch.empty(pieces, candidates, rows, device=view.device)
-    half, scale, zero_point = _half_of_range(grid, low.dtype), None, None
-    if half is None:
-        scale, zero_point = grid.qparams(*candidate_ranges(low, high, factors))
-    ends = low.contiguous(), high.contiguous()
-    unused = factors if scale is None else scale
+    side = _TILE // columns
+    pieces = -(-size // columns)
+    errors = torch.empty(pieces, count, rows, device=view.device)
+    half = half_of_range(grid, candidates.low.dtype)
+    scale, zero_point = candidates.qparams(grid) if half is None else (None, None)
+    unused = candidates.factors if scale is None else scale
+    pointers = [unused if tensor is None else tensor.contiguous() for tensor in (importance, scale, zero_point)]
     with torch.cuda.device_of(view):
         LOOPS[view.device.type]().errors_of_ranges[-(-rows // side), pieces](
             view,
-            *(unused if each is None else each.contiguous() for each in (importance, scale, zero_point)),
-            *ends,
-            factors.float(),
-            out,
-            *(part.start, rows, view.shape[1], view.shape[3], size),
+            *pointers,
+            candidates.low.contiguous(),
+            candidates.high.contiguous(),
+            candidates.factors.float(),
+            errors,
+            part.start,
+            rows,
+            view.shape[1],
+            view.shape[3],
+            size,
             *view.stride(),
             1 if importance is None else len(importance),
-            candidates,
+            count,
             half or 0.0,
-            torch.finfo(low.dtype).eps,
+            torch.finfo(candidates.low.dtype).eps,
             norm=norm,
             **_of_grid(grid),
             SCALED=half is None,
@@ -153,14 +183,7 @@ def errors_of_ranges(
             ROWS=side,
             COLUMNS=columns,
         )
-    return out[0] if pieces == 1 else out.sum(0, dtype=torch.float64)
-
-
-def _half_of_range(grid: NumberGrid, dtype: torch.dtype) -> float | None:
-    """The number of steps by which the magnitude of a range is divided; None: its scale takes more than that."""
-    if not grid.args.symmetric or grid.signed or grid.global_scale is not None or grid.scale_dtype is not None:
-        return None
-    return (torch.tensor(grid.high - grid.low).to(dtype) / 2).item()
+    return errors[0] if pieces == 1 else errors.sum(0, dtype=torch.float64)
 
 
 def round_panel(

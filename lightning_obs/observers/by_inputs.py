@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.many_tensors import all_zero
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
@@ -87,7 +87,7 @@ class ByInputsObserver(Observer):
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
         """The range of least error, all columns counting alike; :meth:`forward` uses it where no inputs were seen."""
-        low, high = search_range(observed, self.search_of(observed))[:2]
+        low, high = search_range(observed, self.search_of(observed))
         return low, high
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:

@@ -321,6 +321,6 @@ def least_error(observer: HistogramObserver) -> MinMaxTuple:
     rows = (torch.cat([values, ends], 1) / unit).to(dtype)
     importance = pad(counts.float(), (0, 2))
     search = options_of(observer).search_on(NumberGrid.of(observer.args))
-    low, high = search_range(rows[None], search, importance=importance)[:2]
+    low, high = search_range(rows[None], search, importance=importance)
     unit = unit[:, 0]
     return (low * unit).to(dtype), (high * unit).to(dtype)

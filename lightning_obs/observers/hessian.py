@@ -23,8 +23,8 @@ from lightning_obs.numerics.qparams import (
     flatten_for_calibration,
     power_of_two,
 )
-from lightning_obs.numerics.search.definition import GridSearch
 from lightning_obs.numerics.search.descent import descend
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.by_inputs import ByInputsObserver, require_fit
 from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
@@ -135,7 +135,7 @@ class LocalHessianObserver(ByInputsObserver):
             observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
             columns_of_scale = channels
         hessian = moments.view(-1, columns_of_scale // width, width, width)
-        low, high = search_range(observed, self.search_of(observed), hessian=hessian)[:2]
+        low, high = search_range(observed, self.search_of(observed), hessian=hessian)
         return low, high
 
 

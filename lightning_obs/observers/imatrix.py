@@ -80,7 +80,7 @@ class IMatrixMSEObserver(ByInputsObserver):
         importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)
         importance = importance.flatten(0, -2)
         observed = flatten_for_calibration(value, "weight", self.args, g_idx)
-        low, high = search_range(observed, self.search_of(observed), importance=importance)[:2]
+        low, high = search_range(observed, self.search_of(observed), importance=importance)
         return low, high
 
 

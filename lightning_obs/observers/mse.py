@@ -73,7 +73,7 @@ class MemorylessMSEObserver(Observer):
 
     def _search(self, observed: torch.Tensor) -> MinMaxTuple:
         numbers = NumberGrid.of(self.args, self.signed)
-        low, high = search_range(observed, options_of(self).search_on(numbers))[:2]
+        low, high = search_range(observed, options_of(self).search_on(numbers))
         return low, high
 
 

@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import covered_by_scale
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.observers.observer import Observer, require
 
 

@@ -16,7 +16,7 @@ import torch
 from lightning_obs.numerics.candidates import on_device, shrink
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import exact_products, tile_size
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Range
 
 # Values of the errors of all candidates of one column of groups at once, and of the errors of all columns.

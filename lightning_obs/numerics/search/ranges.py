@@ -3,25 +3,39 @@
 The method: shrink the observed range by one factor after another, quantize and dequantize with each, and keep the
 factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal errors is kept, and the search ends when
 ``patience`` factors in a row improved no scale at all: a whole tensor visits the same factors. Factors, ties and early
-stop are llm-compressor's, so in float32 the range found is the range found there.
+stop are llm-compressor's, so in float32 the range found is the range found there, but for ties: two candidates whose
+errors differ by less than 1e-5 are equally good.
 
-The choice: all factors are measured in one visit of a row (the values of one scale). The factors that improved a row
-tells where the search should have ended; if that is before the last factor, it runs again with fewer.
+The choice: all factors are measured in one visit of a row (the values of one scale), by one of three loops
+(:mod:`.loops`); which factors improved a row then tells where the search ends, and which factor each row has. The
+trade-off: factors after the end are measured in vain. Only a CPU, which need not wait for the answer, visits very long
+rows a few factors at a time: there are few of them, so the search often ends early.
 
-There are two executions. :mod:`.definition` runs operation by operation, on any device. On a CPU compiled loops
-(:mod:`.cpu`, :mod:`.cpu_kernel`) are many times as fast, and leave to the definition rows that they cannot decide for
-certain. Many bfloat16 values of one scale are counted instead, and each distinct one is measured once
-(:mod:`..histogram`); nothing is lost by that.
+Many bfloat16 values of one scale are counted instead, and each distinct one is measured once (:mod:`..histogram`);
+nothing is lost by that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from lightning_obs.numerics.qparams import split_blocks
-from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import Found, GridSearch
-from lightning_obs.numerics.search.rows import Rows, rows_of_counts, rows_of_observed
+from lightning_obs.numerics.candidates import (
+    Candidates,
+    improves,
+    last_improvement,
+    on_device,
+    shrink,
+    visited,
+)
+from lightning_obs.numerics.qparams import split_blocks, tile_size
+from lightning_obs.numerics.search.grid_search import GridSearch
+from lightning_obs.numerics.search.loops import Loop, loop_for
+from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
+
+# Errors that are kept at once, on a CPU.
+_ERRORS = 1 << 21
 
 
 def search_range(
@@ -30,7 +44,7 @@ def search_range(
     *,
     importance: torch.Tensor | None = None,
     hessian: torch.Tensor | None = None,
-) -> Found:
+) -> Range:
     """The range of least quantization error per scale.
 
     Args:
@@ -44,21 +58,93 @@ def search_range(
             t)``, T * t = G, in the order of the scales; I divides their number.
 
     Returns:
-        The range, ``(*Q,)`` each, in the dtype of ``observed``, and which factors improved. Where no candidate has
-        a finite error (a NaN, an error beyond float32), it is the expanded range.
+        Smallest and largest value of each range, ``(*Q,)`` both, in the dtype of ``observed``. Where no candidate has a
+        finite error (a NaN among the values, an error beyond float32), it is the expanded range.
     """
     observed = observed if observed.is_floating_point() else observed.float()
-    rows = None
     if observed.ndim == 2:
         rows = Rows(split_blocks(observed, search.grid.args), hessian=hessian)
-    elif importance is None and hessian is None:
-        rows = rows_of_counts(observed)
-    rows = rows_of_observed(observed, importance, hessian) if rows is None else rows
-    shape = rows.view.shape[:2] if observed.ndim == 2 else observed.shape[1:-1]
-    if search.factors:
-        visit = cpu.visit if cpu.can_search(rows, search) else definition.visit
-        low, high, improved = visit(rows, search)
+        shape = rows.view.shape[:2]
     else:
-        low, high = (end * search.expand for end in rows.observed_range())
-        improved = torch.zeros(0, dtype=torch.bool)
-    return Found(low.reshape(shape), high.reshape(shape), improved)
+        rows = _rows_of(observed, importance, hessian)
+        shape = observed.shape[1:-1]
+    low, high = range_of_rows(rows, search)
+    return low.reshape(shape), high.reshape(shape)
+
+
+def _rows_of(observed: torch.Tensor, importance: torch.Tensor | None, hessian: torch.Tensor | None) -> Rows:
+    """``(N, *Q, G)`` as rows: the values, or how often each occurs."""
+    if importance is None and hessian is None:
+        counted = rows_of_counts(observed)
+        if counted is not None:
+            return counted
+    return rows_of_observed(observed, importance, hessian)
+
+
+def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> Range:
+    """The range of least error of each row, ``(R,)`` both ends, by the fastest loop unless another is given."""
+    low, high = rows.observed_range()
+    ends = torch.stack([low, high]) * search.expand
+    if not search.factors:
+        return ends[0], ends[1]
+    loop = loop or loop_for(rows, search)
+    visit = _Visit(rows, ends, search, loop)
+    best = visit.best()
+    chosen = visit.factors[best - 1]
+    low, high = torch.where(best > 0, shrink(ends, chosen), ends)
+    return low, high
+
+
+class _Visit:
+    """The visit of all candidates of a search to some rows.
+
+    Args:
+        rows: the rows.
+        ends: their expanded ranges, ``(2, R)``.
+        search: candidates and error.
+        loop: that measures the errors.
+    """
+
+    def __init__(self, rows: Rows, ends: torch.Tensor, search: GridSearch, loop: Loop) -> None:
+        self.rows = rows
+        self.ends = ends
+        self.search = search
+        self.loop = loop
+        self.factors = on_device(tuple(search.factors), rows.device)
+
+    def best(self) -> torch.Tensor:
+        """The best candidate of each row as :func:`last_improvement` numbers them, ``(R,)``."""
+        limit = self.search.limit
+        if limit is None:
+            return torch.cat([last_improvement(improved) for improved in self._improved_parts()])
+        if self.rows.are_long:
+            improved = self._improved_until_the_end(limit)
+        else:
+            improved = torch.cat(list(self._improved_parts()), 1)
+        # As bytes: torch reads flags one by one.
+        improves_any = improved.view(torch.uint8).amax(1)
+        return last_improvement(improved, visited(improves_any, limit))
+
+    def _improved_parts(self) -> Iterator[torch.Tensor]:
+        """Which candidates improve the rows of each part, ``(C, r)``."""
+        length = tile_size(self.rows.device, _ERRORS) // len(self.factors)
+        for part in self.rows.parts(slice(0, self.rows.count), max(1, length)):
+            yield improves(self._errors(part, self.factors))
+
+    def _improved_until_the_end(self, limit: int) -> torch.Tensor:
+        """Which candidates improve all rows, ``(C, R)``, up to the one that ends the search."""
+        everything = slice(0, self.rows.count)
+        errors = torch.empty(0, self.rows.count)
+        idle = 0
+        while idle < limit and len(errors) < len(self.factors):
+            wanted = slice(len(errors), len(errors) + limit - idle)
+            errors = torch.cat([errors, self._errors(everything, self.factors[wanted])])
+            improved = improves(errors)
+            latest = last_improvement(improved).max().item()
+            idle = len(errors) - int(latest)
+        return improved
+
+    def _errors(self, part: slice, factors: torch.Tensor) -> torch.Tensor:
+        """Errors of candidates on consecutive rows, ``(C, r)``."""
+        candidates = Candidates(self.ends[0, part], self.ends[1, part], factors)
+        return self.loop(self.rows, part, candidates, self.search)

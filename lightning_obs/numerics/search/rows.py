@@ -16,10 +16,10 @@ from lightning_obs.numerics.qparams import extremes
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
+#: values of the longest row that a CPU reads whole, and measures with all candidates in one visit
+LONG = 1 << 16
 # With at least this many values per scale, counting them is faster than searching them.
 _COUNTED_FROM = 1 << 17
-# Values of rows that are copied at once.
-_COPIED = 1 << 18
 
 
 class Rows:
@@ -40,47 +40,69 @@ class Rows:
         dtype: torch.dtype | None = None,
         hessian: torch.Tensor | None = None,
     ) -> None:
-        self.view, self.importance, self.dtype, self.hessian = view, importance, dtype or view.dtype, hessian
-        self.count, self.size = view.shape[:2].numel(), view.shape[2:].numel()  # rows, values of each
+        self.view = view
+        self.importance = importance
+        self.dtype = dtype or view.dtype
+        self.hessian = hessian
         self.device = view.device
+        #: number of rows
+        self.count = view.shape[:2].numel()
+        #: values of each row
+        self.size = view.shape[2:].numel()
+
+    @property
+    def are_long(self) -> bool:
+        """Whether a CPU reads each row in pieces, and measures it with few candidates at a time."""
+        return self.device.type == "cpu" and self.size > LONG
 
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each."""
         low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
-    def copies(self, places: torch.Tensor, first: int = 0) -> Iterator[tuple[torch.Tensor, Rows]]:
-        """The rows of these numbers, counted from ``first``, about as many at a time: their numbers, and a copy."""
-        parts = -(-len(places) // max(1, _COPIED // self.size))
-        for some in places.tensor_split(parts) if parts else ():
-            index, columns = some + first, self.view.shape[1]
-            importance = None if self.importance is None else self.importance[index % len(self.importance)]
-            yield some, Rows(self.view[index // columns, index % columns][None], importance, self.dtype)
+    def parts(self, part: slice, length: int) -> Iterator[slice]:
+        """Consecutive rows in parts of at most ``length``, or of some times the Hessians."""
+        repeats = 1 if self.hessian is None else len(self.hessian)
+        step = max(1, length // repeats) * repeats
+        for start in range(part.start, part.stop, step):
+            yield slice(start, min(start + step, part.stop))
 
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Values ``(rows, values)`` in float32 with their importance, in pieces of at most ``tile`` values of a row."""
-        high, wide = self.view.shape[2:]
+        height, width = self.view.shape[2:]
         if self.size > tile:
-            high, wide = max(1, tile // wide), min(wide, tile)
-        for n in range(0, self.view.shape[2], high):
-            for g in range(0, self.view.shape[3], wide):
-                piece = self._take(part, slice(n, n + high), slice(g, g + wide))
-                importance = None
-                if self.importance is not None:
-                    weights = self.importance[:, g : g + wide]
-                    if len(weights) > 1:
-                        weights = weights[torch.arange(part.start, part.stop, device=self.device) % len(weights)]
-                    importance = weights.unsqueeze(1).expand(piece.shape).flatten(1)
-                yield piece.flatten(1).float(), importance
+            height = max(1, tile // width)
+            width = min(width, tile)
+        for n in range(0, self.view.shape[2], height):
+            for g in range(0, self.view.shape[3], width):
+                columns = slice(g, g + width)
+                values = self._values(part, slice(n, n + height), columns)
+                importance = self._importance(part, columns)
+                if importance is not None:
+                    importance = importance.unsqueeze(1).expand(values.shape).flatten(1)
+                yield values.flatten(1).float(), importance
 
-    def _take(self, part: slice, n: slice, g: slice) -> torch.Tensor:
+    def _values(self, part: slice, n: slice, g: slice) -> torch.Tensor:
+        """The values of consecutive rows, ``(r, n, g)``."""
         columns = self.view.shape[1]
-        first, last = part.start // columns, (part.stop - 1) // columns
-        lines = [
-            self.view[i, max(0, part.start - i * columns) : part.stop - i * columns, n, g]
-            for i in range(first, last + 1)
-        ]
+        first_line = part.start // columns
+        last_line = (part.stop - 1) // columns
+        lines = []
+        for line in range(first_line, last_line + 1):
+            number = line * columns  # of its first row
+            start = max(0, part.start - number)
+            lines.append(self.view[line, start : part.stop - number, n, g])
         return lines[0] if len(lines) == 1 else torch.cat(lines)
+
+    def _importance(self, part: slice, g: slice) -> torch.Tensor | None:
+        """The weights of consecutive rows, ``(r, g)``, or ``(1, g)`` where all rows have the same."""
+        if self.importance is None:
+            return None
+        weights = self.importance[:, g]
+        if len(weights) == 1:
+            return weights
+        number = torch.arange(part.start, part.stop, device=self.device)
+        return weights[number % len(weights)]
 
 
 def rows_of_observed(
@@ -88,8 +110,9 @@ def rows_of_observed(
 ) -> Rows:
     """``(N, *Q, G)`` as :class:`Rows`, one per scale; a view unless Q cannot be flattened."""
     flat = observed.flatten(1, -2)
-    if flat.shape[1] == 1 and flat.is_contiguous():  # one piece, not one per observation
-        flat = flat.reshape(1, 1, -1) if importance is None and hessian is None else flat
+    is_plain = importance is None and hessian is None
+    if is_plain and flat.shape[1] == 1 and flat.is_contiguous():
+        flat = flat.reshape(1, 1, -1)  # one piece, not one per observation
     return Rows(flat.transpose(0, 1).unsqueeze(0), importance, None, hessian)
 
 
@@ -98,15 +121,24 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
 
     None unless the values are bfloat16, which has few numbers, and many to each scale, and all of them finite.
     """
-    if observed.dtype != torch.bfloat16 or observed.shape[0] * observed.shape[-1] < _COUNTED_FROM:
+    size = observed.shape[0] * observed.shape[-1]
+    if observed.dtype != torch.bfloat16 or size < _COUNTED_FROM:
         return None
     counted = count_values(observed.flatten(1, -2))
     if observed.device.type != "cpu":  # the host does not ask which values occur, nor whether they are finite
-        values, counts = every_value(observed.device), counted.counts
+        values = every_value(observed.device)
+        counts = counted.counts
     elif not bool((counted.low.isfinite() & counted.high.isfinite()).all()):
         return None
     else:
-        values, counts = (pad_sequence(list(each), True) for each in zip(*map(support, *counted), strict=True))
+        all_values = []
+        all_counts = []
+        for scale_counts, low, high in zip(*counted, strict=True):
+            distinct, occurrences = support(scale_counts, low, high)
+            all_values.append(distinct)
+            all_counts.append(occurrences)
+        values = pad_sequence(all_values, batch_first=True)
+        counts = pad_sequence(all_counts, batch_first=True)
     # A bin without values is not important; its own value might lie outside the range.
     values = values.clamp(counted.low[:, None], counted.high[:, None])
     return Rows(values[None, :, None], counts.float(), observed.dtype)

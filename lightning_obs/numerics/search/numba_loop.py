@@ -1,0 +1,174 @@
+"""The loop of a CPU, which numba compiles: how it is called, and how its work is split over threads.
+
+Rows are measured whole, some in each thread. The errors of a long row are those of its pieces, added up in float64. The
+number of threads changes no sum.
+
+Errors are in units of each row's range, so they are finite where an error in the unit of the values would leave
+float32: there this loop finds the least one, and the others keep the observed range.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_obs.numerics.candidates import Candidates, half_of_range, shrink
+from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.kernels import launch
+from lightning_obs.numerics.search.grid_search import GridSearch
+from lightning_obs.numerics.search.rows import Rows
+
+# Values of a piece of a long row.
+_PIECE = 1 << 16
+# Values that a thread measures at once.
+_SHARE = 1 << 20
+# The exponent of 2 up to which float32 has both a number and its inverse.
+_LARGEST_EXPONENT = 126
+
+#: the steps of searches that the loops would have made; torch makes the limit in about ten seconds
+slow_steps = launch.SlowSteps(limit=1 << 30)
+
+
+def can_run(rows: Rows, search: GridSearch) -> bool:
+    """Whether the loop knows these values and this format, and numba is there to compile it."""
+    if rows.hessian is not None or not launch.knows(rows.view) or not _knows(search.grid):
+        return False
+    if launch.numba_fault() is not None:
+        slow_steps.add(rows.count * rows.size * len(search.factors))
+        return False
+    return True
+
+
+def _knows(grid: NumberGrid) -> bool:
+    """Whether a format is symmetric, or its zero points are integers among integers."""
+    has_integer_zeros = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
+    return bool(grid.args.symmetric) or has_integer_zeros
+
+
+def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
+    """Errors of candidates on consecutive rows, ``(C, r)``; see :data:`.loops.Loop`."""
+    scale, zero_point = qparams_of(candidates, search.grid)
+    units = _units_of(candidates)
+    loop = _Loop(rows, search)
+    if rows.are_long:
+        return loop.sum_pieces(part, units, scale, zero_point)
+    return loop.measure_rows(part, units, scale, zero_point)
+
+
+def qparams_of(candidates: Candidates, grid: NumberGrid) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point of each candidate and row, ``(C, r)`` in float32: :meth:`.Candidates.qparams`.
+
+    Of short rows, compressed-tensors' operations on all candidates would take as long as the loop. A symmetric format
+    needs few of them.
+    """
+    half = half_of_range(grid, candidates.low.dtype)
+    if half is None:
+        return candidates.qparams(grid)
+    largest = torch.maximum(-candidates.low, candidates.high).clamp(min=0)
+    scale = shrink(largest, candidates.factors[:, None])
+    scale.div_(half)
+    if not scale.amin() > 0:
+        scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+    return scale.float(), None
+
+
+def _units_of(candidates: Candidates) -> torch.Tensor:
+    """One over a power of two near the largest magnitude of each row, ``(r,)`` in float32."""
+    largest = torch.maximum(-candidates.low, candidates.high).float()
+    exponent = torch.frexp(largest).exponent
+    return torch.ldexp(torch.ones_like(largest), -exponent.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT))
+
+
+class _Loop:
+    """The compiled loop, with what it is told of all rows.
+
+    Args:
+        rows: the rows.
+        search: the format and the exponent.
+    """
+
+    def __init__(self, rows: Rows, search: GridSearch) -> None:
+        # These import numba.
+        from lightning_obs.numerics.search import arithmetic, lane_errors, lanes
+
+        self.rows = rows
+        self.lanes: Any = lanes
+        self.kernel: Any = lane_errors
+        numbers = arithmetic.numbers_of(search.grid)
+        exponent = arithmetic.exponent_of(search.norm)
+        self.measure = lane_errors.Measure(numbers, exponent)
+        self.weights = _weights_of(rows)
+
+    def measure_rows(
+        self, part: slice, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Errors of candidates ``(C, r)`` on rows that are not long."""
+        errors = np.empty(scale.shape, np.float32)
+        sources = self._source(self.rows.view), self._source(self.weights)
+        scales = self._scales(units, scale, zero_point)
+        count = part.stop - part.start
+        side = self.lanes.LANES // self.lanes.lanes_of(self.rows.size)
+        # Whole blocks of rows.
+        step = max(1, _SHARE // self.rows.size // side) * side
+
+        def work(start: int) -> None:
+            span = self.kernel.Span(part.start, start, min(start + step, count), is_whole=True)
+            launch.run(self.kernel.sum_errors, *sources, span, scales, self.measure, errors)
+
+        launch.in_threads(work, range(0, count, step), steps=errors.size * self.rows.size)
+        return torch.from_numpy(errors)
+
+    def sum_pieces(
+        self, part: slice, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Errors of candidates ``(C, r)`` on long rows, in float64."""
+        errors = torch.empty(scale.shape, dtype=torch.float64)
+        for r in range(part.stop - part.start):
+            column = slice(r, r + 1)
+            zeros = None if zero_point is None else zero_point[:, column]
+            scales = self._scales(units[column], scale[:, column], zeros)
+            errors[:, r] = self._sum_pieces_of(part.start + r, scales)
+        return errors
+
+    def _sum_pieces_of(self, number: int, scales: Any) -> torch.Tensor:
+        """Errors of candidates ``(C,)`` on the row of this number."""
+        row = divmod(number, self.rows.view.shape[1])
+        values = self.rows.view[row]
+        weights = None if self.weights is None else self.weights[divmod(number, self.weights.shape[1])]
+        height, width = values.shape
+        # Some lines of the row, or a part of one that is long by itself.
+        lines = max(1, _PIECE // width)
+        places = [(n, g) for n in range(0, height, lines) for g in range(0, width, _PIECE)]
+        errors = np.empty((len(places), len(scales.scales), 1), np.float32)
+        span = self.kernel.Span(0, 0, 1, is_whole=False)
+
+        def work(place: tuple[int, int], sums: Any) -> None:
+            n, g = place
+            cut = (None, None, slice(n, n + lines), slice(g, g + _PIECE))
+            sources = self._source(values[cut]), self._source(None if weights is None else weights[cut])
+            launch.run(self.kernel.sum_errors, *sources, span, scales, self.measure, sums)
+
+        launch.in_threads(work, places, errors, steps=self.rows.size * len(scales.scales))
+        total = errors.sum(0, dtype=np.float64)
+        return torch.from_numpy(total[:, 0])
+
+    def _source(self, view: torch.Tensor | None) -> Any:
+        """A view ``(A, B, N, G)`` as the loop reads it; None: no values."""
+        if view is None:
+            return self.lanes.Source(np.empty(0, np.uint32), (0,) * 4, (0,) * 4)
+        return self.lanes.Source(launch.memory(view), tuple(view.shape), view.stride())
+
+    def _scales(self, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
+        """The candidates as the loop reads them."""
+        zeros = np.empty((0, 0), np.float32) if zero_point is None else zero_point.contiguous().numpy()
+        return self.kernel.Scales(units.contiguous().numpy(), scale.contiguous().numpy(), zeros)
+
+
+def _weights_of(rows: Rows) -> torch.Tensor | None:
+    """The weight of each value, a view ``(A, B, N, G)`` in which rows have the numbers that they have in theirs."""
+    if rows.importance is None:
+        return None
+    times = -(-rows.count // len(rows.importance))
+    return rows.importance[None, :, None].expand(times, -1, rows.view.shape[2], -1)
