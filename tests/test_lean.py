@@ -23,7 +23,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.search import cpu
+from lightning_obs.numerics.search import numba_loop
 
 HIDDEN = f"import sys; sys.modules.update(dict.fromkeys({sorted(packages.EXTRAS)}))"
 
@@ -120,7 +120,7 @@ def test_long_searches_propose_numba_once():
 
 def test_the_steps_of_a_search_are_counted(monkeypatch):
     slow_steps = launch.SlowSteps(limit=1 << 40)
-    monkeypatch.setattr(cpu, "slow_steps", slow_steps)
+    monkeypatch.setattr(numba_loop, "slow_steps", slow_steps)
     session = CalibrationSession(nn.Sequential(nn.Linear(128, 8)), "W8A16", observers={"weight": "memoryless_mse"})
     session.finalize()
     assert slow_steps.steps >= 128 * 8 * 10

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -19,9 +20,10 @@ from rich.table import Table
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
-from lightning_obs.numerics.search import cpu, definition
-from lightning_obs.numerics.search.definition import Found, GridSearch
-from lightning_obs.numerics.search.rows import rows_of_observed
+from lightning_obs.numerics.search import numba_loop, torch_loop
+from lightning_obs.numerics.search.grid_search import GridSearch
+from lightning_obs.numerics.search.ranges import range_of_rows
+from lightning_obs.numerics.search.rows import Range, rows_of_observed
 
 FORMATS = {
     "int4, groups of 128": QuantizationArgs(num_bits=4, strategy="group", group_size=128),
@@ -31,8 +33,8 @@ FORMATS = {
 FACTORS = shrink_factors(0.2, 100)
 
 
-def best_time(search: Callable[[], Found]) -> tuple[float, Found]:
-    """Seconds of the fastest of three searches, and what it found."""
+def best_time(search: Callable[[], Range]) -> tuple[float, Range]:
+    """Seconds of the fastest of three searches, and its ranges."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -52,12 +54,14 @@ def main() -> None:
     for name, args in FORMATS.items():
         values = rows_of_observed(flatten_for_calibration(weight, "weight", args))
         search = GridSearch(NumberGrid.of(args), FACTORS)
-        cpu.visit(values, search)  # compiles the loops
-        with_numba, found = best_time(lambda values=values, search=search: cpu.visit(values, search))
-        with_torch, expected = best_time(lambda values=values, search=search: definition.visit(values, search))
-        equal = torch.equal(found.low, expected.low) and torch.equal(found.high, expected.high)
-        ratio = f"{with_torch / with_numba:.1f}x"
-        table.add_row(name, f"{with_numba:.3f}", f"{with_torch:.3f}", ratio, "yes" if equal else "no")
+        with_numba = partial(range_of_rows, values, search, numba_loop.errors_of)
+        with_torch = partial(range_of_rows, values, search, torch_loop.errors_of)
+        with_numba()  # compiles the loops
+        numba_time, found = best_time(with_numba)
+        torch_time, expected = best_time(with_torch)
+        equal = (found[0] == expected[0]).float().mean().item()
+        ratio = f"{torch_time / numba_time:.1f}x"
+        table.add_row(name, f"{numba_time:.3f}", f"{torch_time:.3f}", ratio, f"{equal:.4%}")
     Console().print(table)
 
 

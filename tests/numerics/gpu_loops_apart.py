@@ -18,10 +18,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 from lightning_obs.numerics import on_gpu, rounding
-from lightning_obs.numerics.candidates import candidate_ranges, shrink_factors
+from lightning_obs.numerics.candidates import Candidates, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.histogram import BINS
-from lightning_obs.numerics.search.definition import GridSearch, measure
+from lightning_obs.numerics.search import torch_loop
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Rows
 
 FACTORS = shrink_factors(0.2, 20)
@@ -40,12 +41,13 @@ CASES = {
 
 def largest_difference(args: QuantizationArgs, values: torch.Tensor, importance: torch.Tensor | None) -> float:
     """Of the errors of all candidates, relative."""
-    rows, grid, norm = Rows(values, importance), NumberGrid.of(args), 2.4
+    rows = Rows(values, importance)
+    search = GridSearch(NumberGrid.of(args), FACTORS)
     part = slice(1, rows.count)
     low, high = (end[part] for end in rows.observed_range())
-    expected = measure(rows, part, candidate_ranges(low, high, FACTORS), GridSearch(grid, FACTORS, norm=norm))
-    factors = torch.tensor(FACTORS, dtype=torch.float64)
-    found = on_gpu.errors_of_ranges(values, part, importance, low, high, factors, grid, norm)
+    candidates = Candidates(low, high, torch.tensor(FACTORS, dtype=torch.float64))
+    expected = torch_loop.errors_of(rows, part, candidates, search)
+    found = on_gpu.errors_of_ranges(values, part, importance, candidates, search.grid, search.norm)
     return ((found - expected).abs() / expected).max().item()
 
 

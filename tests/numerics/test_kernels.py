@@ -12,7 +12,7 @@ from lightning_obs.model.checksums import checksum
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.moments import channel_squares
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

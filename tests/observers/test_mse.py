@@ -9,7 +9,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration, observed_range
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
 from lightning_obs.observers.shared_measurements import observe_shared

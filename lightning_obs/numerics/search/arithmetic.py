@@ -2,8 +2,9 @@
 
 A loop over lanes is fast where nothing in it is a call or a branch. So each kind of format and each kind of exponent is
 a type, by which numba compiles a loop of its own, and a power is a handful of multiplications: ``2 ** (norm *
-log2(d))`` with two polynomials, or fewer where the exponent is a common one. Each is within 3e-6 of the power, relative
-to it, for any error: less than the 1e-5 by which two candidates have to differ for one to be better.
+log2(d))`` with two polynomials, or fewer where the exponent is a common one. Each is within 4e-6 of the power, relative
+to it, for errors from a hundred thousandth of a row's largest value on: less than the 1e-5 by which two candidates have
+to differ for one to be better.
 
 The trade-off: libm's power would be exact, and most of the time of a search.
 """

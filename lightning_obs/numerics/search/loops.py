@@ -2,7 +2,7 @@
 
 Torch's operations run on any device and know Hessians. On a GPU a loop of Triton takes their place, on a CPU one of
 numba: neither keeps the errors of single values in memory, so they are 10 to 40 times as fast. They round otherwise in
-the last bits, and an error is off by up to 3e-6: of two candidates that are closer, either may be chosen.
+the last bits, and an error is off by up to 4e-6: of two candidates that are closer, either may be chosen.
 """
 
 from __future__ import annotations

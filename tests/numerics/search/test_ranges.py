@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration, observed_range
-from lightning_obs.numerics.search import cpu, definition, ranges
-from lightning_obs.numerics.search.definition import GridSearch
+from lightning_obs.numerics.search import numba_loop, ranges, torch_loop
+from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import rows_of_observed
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
@@ -36,25 +36,29 @@ STRATEGIES = {
     "group": {"strategy": "group", "group_size": 16},
     "block": {"strategy": "block", "block_structure": [8, 24]},
 }
+#: candidates whose errors differ by less are equally good
+TIE = 1 + 1e-5
 every_format = pytest.mark.parametrize("args", FORMATS.values(), ids=FORMATS)
 
 
-@pytest.fixture(params=["loops", "definition"], autouse=True)
-def execution(request, monkeypatch):
-    """Every test holds for both executions."""
-    if request.param == "definition":
-        monkeypatch.setattr(cpu, "can_search", lambda *_: False)
+@pytest.fixture(params=["numba", "torch"], autouse=True)
+def loop(request, monkeypatch):
+    """Every test holds for both loops of a CPU."""
+    if request.param == "torch":
+        monkeypatch.setattr(numba_loop, "can_run", lambda *_: False)
     return request.param
 
 
-def search(observed, args, factors, importance=None, **options):
-    """What a grid search finds."""
-    return ranges.search_range(observed, GridSearch(NumberGrid.of(args), factors, **options), importance=importance)
+@pytest.fixture
+def assert_agrees(loop):
+    """Whether a range is the brute-force one: torch's loop has its bits, numba's may decide a tie otherwise."""
+    return assert_same_bits if loop == "torch" else assert_as_good
 
 
-def search_range(*args, **kwargs):
+def search_range(observed, args, factors, importance=None, **options):
     """The chosen range."""
-    return search(*args, **kwargs)[:2]
+    search = GridSearch(NumberGrid.of(args), factors, **options)
+    return ranges.search_range(observed, search, importance=importance)
 
 
 def brute_force(observed, args, factors, patience=5, norm=2.4, expand=1.0, importance=None):
@@ -85,15 +89,40 @@ def assert_same(found, expected):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
+def assert_same_bits(found, expected, observed, args, **options):
+    assert_same(found, expected)
+
+
+def assert_as_good(found, expected, observed, args, **options):
+    """Where a range is another than expected, it loses no more than a tie allows."""
+    assert found[0].dtype == found[1].dtype == expected[0].dtype
+    is_same = (found[0] == expected[0]) & (found[1] == expected[1])
+    has_nan = expected[0].isnan() & found[0].isnan()
+    is_as_good = error_at(observed, args, found, **options) <= error_at(observed, args, expected, **options) * TIE
+    assert (is_same | has_nan | is_as_good).all()
+
+
+def error_at(observed, args, found, norm=2.4, importance=None, **_):
+    """Error of a range in float64, with the scale as it is stored."""
+    if args.strategy == "tensor_group":
+        args = args.model_copy(update={"scale_dtype": None})
+    scale, zero_point = (value.double().unsqueeze(-1) for value in calculate_qparams(*found, args))
+    x = observed.double()
+    q = (x / scale + zero_point).float()
+    q = round_to_quantized_type_args(q, args, *calculate_range(args, "cpu")).double()
+    lost = ((q - zero_point) * scale - x).abs().pow(norm)
+    return (lost if importance is None else lost * importance).sum((0, -1))
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
 @every_format
-def test_the_range_is_the_brute_force_one(args, strategy):
+def test_the_range_is_the_brute_force_one(args, strategy, assert_agrees):
     if args.strategy == "tensor":
         args = args.model_copy(update=strategy)
     weight = torch.randn(32, 96) * torch.rand(32, 1)
     observed = flatten_for_calibration(weight, "weight", args)
     expected, _ = brute_force(observed, args, FACTORS)
-    assert_same(search_range(observed, args, FACTORS), expected)
+    assert_agrees(search_range(observed, args, FACTORS), expected, observed, args)
 
 
 @pytest.mark.parametrize(
@@ -109,35 +138,20 @@ def test_the_range_is_the_brute_force_one(args, strategy):
     ],
 )
 @every_format
-def test_options_mean_what_they_mean_in_the_brute_force_search(args, name, options):
+def test_options_mean_what_they_mean_in_the_brute_force_search(args, name, options, assert_agrees):
     observed = torch.randn(1, 40, 3, 32)
     expected, _ = brute_force(observed, args, FACTORS, **options)
-    assert_same(search_range(observed, args, FACTORS, **options), expected)
+    assert_agrees(search_range(observed, args, FACTORS, **options), expected, observed, args, **options)
 
 
 @every_format
 def test_activations_are_searched_over_all_observations(args):
     for shape in ((50, 1, 24), (50, 6, 16), (20, 3, 1, 1, 8)):
         observed = torch.randn(shape)
-        expected, errors = brute_force(observed, args, FACTORS)
+        expected, _ = brute_force(observed, args, FACTORS)
         found = search_range(observed, args, FACTORS)
         assert found[0].shape == expected[0].shape == shape[1:-1]
-        # The sum over two dimensions is added up in another order: equal, or as good.
-        differ = found[0] != expected[0]
-        if differ.any():
-            own = error_at(observed, args, found)
-            torch.testing.assert_close(own[differ], errors.amin(0)[differ], rtol=1e-5, atol=0)
-
-
-def error_at(observed, args, found, dtype=torch.float64):
-    """Error of a range in float64, with the scale as it is stored."""
-    if args.strategy == "tensor_group":
-        args = args.model_copy(update={"scale_dtype": None})
-    scale, zero_point = (value.to(dtype).unsqueeze(-1) for value in calculate_qparams(*found, args))
-    x = observed.to(dtype)
-    q = (x / scale + zero_point).float()
-    q = round_to_quantized_type_args(q, args, *calculate_range(args, "cpu")).to(dtype)
-    return ((q - zero_point) * scale - x).abs().pow(2.4).sum((0, -1))
+        assert_as_good(found, expected, observed, args)  # the sum over two dimensions is added up in another order
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -148,7 +162,7 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
     low, high = observed_range(observed)
     every = torch.stack([error_at(observed, args, (low * p, high * p)) for p in FACTORS])
     assert found[0].dtype == dtype
-    assert (error_at(observed, args, found) <= every.amin(0) * (1 + 1e-5)).all()
+    assert (error_at(observed, args, found) <= every.amin(0) * TIE).all()
 
 
 @pytest.mark.slow_but_first
@@ -156,21 +170,24 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile, monkeypatch):
     observed = torch.randn(shape)
-    int4, rows = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS, None), rows_of_observed(observed)
-    results = [definition.visit(rows, int4)]
-    monkeypatch.setattr(definition, "_TILE", tile)
-    results.append(definition.visit(rows, int4))
-    ends = [(found.low.reshape(shape[1:-1]), found.high.reshape(shape[1:-1])) for found in results]
-    whole, tiled = (error_at(observed, FORMATS["int4"], found) for found in ends)
-    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=0)
+    search = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS, None)
+    rows = rows_of_observed(observed)
+    results = [ranges.range_of_rows(rows, search, torch_loop.errors_of)]
+    monkeypatch.setattr(torch_loop, "_TILE", tile)
+    results.append(ranges.range_of_rows(rows, search, torch_loop.errors_of))
+    errors = []
+    for low, high in results:
+        found = low.reshape(shape[1:-1]), high.reshape(shape[1:-1])
+        errors.append(error_at(observed, FORMATS["int4"], found))
+    torch.testing.assert_close(errors[1], errors[0], rtol=1e-5, atol=0)
 
 
-def test_a_search_of_rows_ends_where_the_last_row_ends():
+def test_a_search_of_rows_ends_where_the_last_row_ends(assert_agrees):
     """Rows that improve late keep the search going for all rows."""
     observed = torch.randn(1, 64, 1, 32)
     observed[:, 32:] *= 3
     expected, _ = brute_force(observed, FORMATS["int8"], FACTORS, patience=2)
-    assert_same(search_range(observed, FORMATS["int8"], FACTORS, patience=2), expected)
+    assert_agrees(search_range(observed, FORMATS["int8"], FACTORS, patience=2), expected, observed, FORMATS["int8"])
 
 
 EDGES = {
@@ -192,11 +209,12 @@ EDGES = {
 
 @pytest.mark.parametrize("values", EDGES.values(), ids=EDGES)
 @every_format
-def test_the_edges_of_float32_are_the_brute_force_ones(args, values):
+def test_the_edges_of_float32_are_the_brute_force_ones(args, values, assert_agrees):
+    """Numba's loop measures in a unit of the row, so its errors are finite where those of the brute force are not."""
     observed = values.reshape(1, 1, -1)
     expected, _ = brute_force(observed, args, FACTORS)
     found = search_range(observed, args, FACTORS)
-    assert_same(found, expected)
+    assert_agrees(found, expected, observed, args)
     scale, _ = calculate_qparams(*found, args)
     assert ((scale > 0) & scale.isfinite()).all()
 
@@ -204,13 +222,15 @@ def test_the_edges_of_float32_are_the_brute_force_ones(args, values):
 @pytest.mark.parametrize("largest", [65504.0, 60000.0, 57344.0, 40000.0])
 @pytest.mark.parametrize("expand", [1.0, 1.8])
 @pytest.mark.parametrize("args", [*FORMATS.values(), MXFP8], ids=[*FORMATS, "mxfp8"])
-def test_scales_that_leave_float16_are_infinite_as_compressed_tensors_computes_them(args, expand, largest):
+def test_scales_that_leave_float16_are_infinite_as_compressed_tensors_computes_them(
+    args, expand, largest, assert_agrees
+):
     observed = torch.randn(1, 6, 64).clamp(-3, 3).mul(300)
     observed[0, 1:4, 7] = largest
     observed[0, 2:5, 9] = -largest
     observed = observed.half()
     expected, _ = brute_force(observed, args, FACTORS, expand=expand)
-    assert_same(search_range(observed, args, FACTORS, expand=expand), expected)
+    assert_agrees(search_range(observed, args, FACTORS, expand=expand), expected, observed, args)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -242,12 +262,12 @@ numbers = st.one_of(
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data(), rows=st.integers(1, 4), group=st.integers(1, 9), name=st.sampled_from(sorted(FORMATS)))
-def test_any_values_give_the_brute_force_range(data, rows, group, name):
+def test_any_values_give_the_brute_force_range(data, rows, group, name, assert_agrees):
     values = data.draw(st.lists(numbers, min_size=rows * group, max_size=rows * group))
     observed = torch.tensor(values, dtype=torch.float32).reshape(1, rows, group)
     expected, _ = brute_force(observed, FORMATS[name], FACTORS)
     found = search_range(observed, FORMATS[name], FACTORS)
-    assert_same(found, expected)
+    assert_agrees(found, expected, observed, FORMATS[name])
     assert (found[0] <= found[1]).all()
 
 
@@ -261,12 +281,12 @@ def test_uniform_importance_changes_nothing():
 
 
 @pytest.mark.parametrize("weights", [1, 4, 32])
-def test_importance_weighs_every_value_and_is_repeated_over_the_scales(weights):
+def test_importance_weighs_every_value_and_is_repeated_over_the_scales(weights, assert_agrees):
     observed, importance = torch.randn(1, 8, 4, 16), torch.rand(weights, 16) ** 4
     each = importance.repeat(32 // weights, 1).view(8, 4, 16)
     expected, _ = brute_force(observed, FORMATS["int4"], FACTORS, patience=None, importance=each)
     found = search_range(observed, FORMATS["int4"], FACTORS, patience=None, importance=importance)
-    assert_same(found, expected)
+    assert_agrees(found, expected, observed, FORMATS["int4"], importance=each)
     assert not torch.equal(found[0], search_range(observed, FORMATS["int4"], FACTORS, patience=None)[0])
 
 
