@@ -6,10 +6,13 @@ the search. Each later one visits as many around the chosen range, in steps of t
 quarter...: a range that differs by a percent rounds other integers, whose errors may cancel. Every integer is the
 nearest; only ranges are chosen. Rows do not depend on each other, except rows that share a scale.
 
-All candidates of a few rows are measured at once: the product with ``H_gg`` is most of the time.
+The choice: all candidates of a few rows are measured at once, because the product with ``H_gg`` is most of the time.
+The trade-off: the errors of these rows' candidates are in memory.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +23,26 @@ from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Range
 
 # Values of the errors of all candidates of one column of groups at once, and of the errors of all columns.
-_TILE, _ROWS = 1 << 18, 1 << 22
+_TILE = 1 << 18
+_ROWS = 1 << 22
+
+
+class _Scales(NamedTuple):
+    """Scale and zero point (None: symmetric) of each candidate and scale, of any shape."""
+
+    scale: torch.Tensor
+    zero_point: torch.Tensor | None
+
+    def at(self, index: Any) -> _Scales:
+        """Those of an index."""
+        zero_point = None if self.zero_point is None else self.zero_point[index]
+        return _Scales(self.scale[index], zero_point)
+
+    def best(self, candidate: torch.Tensor) -> _Scales:
+        """Those of the best candidate of each scale: ``(K, S, 1, 1)`` and ``(S,)`` give ``(S, 1, 1)``."""
+        index = candidate[None, :, None, None]
+        zero_point = None if self.zero_point is None else self.zero_point.gather(0, index)[0]
+        return _Scales(self.scale.gather(0, index)[0], zero_point)
 
 
 @exact_products()
@@ -42,55 +64,94 @@ def descend(
     """
     height, width = block
     blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
-    low, high = (end * search.expand for end in (blocks.amin((1, 3)), blocks.amax((1, 3))))
-    candidates = on_device(tuple(search.factors), weight.device)[:, None, None]
-    around = torch.arange(-(len(candidates) // 2), len(candidates) // 2 + 1, device=weight.device)[:, None, None]
-    around = around * (candidates[:2].max() - candidates[:2].min())
+    low = blocks.amin((1, 3)) * search.expand
+    high = blocks.amax((1, 3)) * search.expand
     # The values of a row of scales, or their candidates.
-    of_row = weight.shape[1] * max(height, -(-len(candidates) // width))
-    step = max(1, tile_size(weight.device, _ROWS) // of_row)
-    for part in (slice(start, start + step) for start in range(0, len(low), step)):
+    size = weight.shape[1] * max(height, -(-len(search.factors) // width))
+    step = max(1, tile_size(weight.device, _ROWS) // size)
+    for start in range(0, len(low), step):
+        part = slice(start, min(start + step, len(low)))
         values = weight[part.start * height : part.stop * height].float()
-        factors = torch.ones(low[part].shape, dtype=torch.float64, device=weight.device)
-        error = torch.zeros_like(values)
-        for sweep in range(sweeps):
-            tried = factors * (around / 2 ** (sweep - 1) + 1) if sweep else candidates.expand(-1, *factors.shape)
-            scale, zero_point = search.grid.qparams(shrink(low[part], tried), shrink(high[part], tried))
-            for k in range(low.shape[1]):
-                columns = slice(k * width, (k + 1) * width)
-                before = slice(0, None if sweep else k * width)  # where errors are known
-                error[:, columns] = 0
-                others = error[:, before] @ hessian[before, columns]
-                candidate = scale[..., k], None if zero_point is None else zero_point[..., k]
-                best, error[:, columns] = _choose(
-                    values[:, columns], others * 2, hessian[columns, columns], candidate, search.grid
-                )
-                chosen = tried[..., k].gather(0, best.clamp(min=0)[None])[0]
-                factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
-        low[part], high[part] = shrink(low[part], factors), shrink(high[part], factors)
+        factors = _descend_rows(values, (low[part], high[part]), hessian, search, sweeps)
+        low[part] = shrink(low[part], factors)
+        high[part] = shrink(high[part], factors)
     return low, high
 
 
+def _descend_rows(
+    values: torch.Tensor, ends: Range, hessian: torch.Tensor, search: GridSearch, sweeps: int
+) -> torch.Tensor:
+    """The factors on the ranges of some rows of scales after some sweeps, ``(S, T)`` in float64.
+
+    Args:
+        values: the rows, ``(S * height, C)`` in float32.
+        ends: their expanded ranges, ``(S, T)`` each, T columns of groups.
+        hessian: ``(C, C)``.
+        search: as of :func:`descend`.
+        sweeps: how often each scale is chosen.
+    """
+    low, high = ends
+    width = values.shape[1] // low.shape[1]
+    factors = torch.ones(low.shape, dtype=torch.float64, device=values.device)
+    error = torch.zeros_like(values)
+    for sweep in range(sweeps):
+        candidates = _candidates_of(sweep, factors, search)
+        qparams = _Scales(*search.grid.qparams(shrink(low, candidates), shrink(high, candidates)))
+        for k in range(low.shape[1]):
+            columns = slice(k * width, (k + 1) * width)
+            before = slice(0, k * width if sweep == 0 else None)  # where errors are known
+            error[:, columns] = 0
+            others = error[:, before] @ hessian[before, columns]
+            group_hessian = hessian[columns, columns]
+            best, error[:, columns] = _choose(
+                values[:, columns], others * 2, group_hessian, qparams.at((..., k)), search.grid
+            )
+            chosen = candidates[..., k].gather(0, best.clamp(min=0)[None])[0]
+            factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
+    return factors
+
+
+def _candidates_of(sweep: int, factors: torch.Tensor, search: GridSearch) -> torch.Tensor:
+    """The factors that a sweep tries, ``(K, S, T)``: the search's, or as many around those that are chosen."""
+    candidates = on_device(tuple(search.factors), factors.device)
+    if sweep == 0:
+        return candidates[:, None, None].expand(-1, *factors.shape)
+    half = len(candidates) // 2
+    number = torch.arange(-half, half + 1, device=factors.device)
+    step = candidates[:2].max() - candidates[:2].min()
+    around = number[:, None, None] * step
+    return factors * (around / 2 ** (sweep - 1) + 1)
+
+
 def _choose(
-    values: torch.Tensor,
-    others: torch.Tensor,
-    hessian: torch.Tensor,
-    candidates: tuple[torch.Tensor, torch.Tensor | None],
-    grid: NumberGrid,
+    values: torch.Tensor, others: torch.Tensor, hessian: torch.Tensor, candidates: _Scales, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best of the scales and zero points ``(K, r / height)`` for values ``(r, width)``, -1 where none has a finite
-    error; and the error that it leaves."""
-    shape, (scale, zero_point) = values.shape, candidates
-    lost = torch.empty_like(scale)
-    scale, zero_point = scale[..., None, None], None if zero_point is None else zero_point[..., None, None]
-    values, others = (each.contiguous().view(scale.shape[1], -1, shape[1]) for each in (values, others))
+    """Choose the scales of one column of groups.
+
+    Args:
+        values: ``(S * height, width)``.
+        others: twice the errors of the other columns times their part of the Hessian, as ``values``.
+        hessian: that of the column, ``(width, width)``.
+        candidates: of each scale, ``(K, S)``.
+        grid: the number format.
+
+    Returns:
+        The best candidate of each scale, ``(S,)``, -1 where none has a finite error, and the error that it leaves.
+    """
+    shape = values.shape
+    lost = torch.empty_like(candidates.scale)
+    spread = candidates.at((..., None, None))
+    count, scales = lost.shape
+    values = values.contiguous().view(scales, -1, shape[1])
+    others = others.contiguous().view(scales, -1, shape[1])
     step = max(1, tile_size(values.device, _TILE) // values.numel())
-    for first in range(0, len(scale), step):
+    for first in range(0, count, step):
         some = slice(first, first + step)
-        error = grid.error(values, scale[some], None if zero_point is None else zero_point[some])
-        lost[some] = (error @ hessian).add_(others).mul_(error).sum((-1, -2))
+        error = grid.error(values, *spread.at(some))
+        gradient = (error @ hessian).add_(others)
+        lost[some] = gradient.mul_(error).sum((-1, -2))
     lost.masked_fill_(~lost.isfinite(), torch.inf)
     best = lost.argmin(0)
-    at = best[None, :, None, None]
-    error = grid.error(values, scale.gather(0, at)[0], None if zero_point is None else zero_point.gather(0, at)[0])
-    return torch.where(lost.amin(0).isfinite(), best, -1), error.view(shape)
+    error = grid.error(values, *spread.best(best))
+    has_finite = lost.amin(0).isfinite()
+    return torch.where(has_finite, best, -1), error.view(shape)

@@ -9,6 +9,7 @@ float32: there this loop finds the least one, and the others keep the observed r
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,11 @@ def _knows(grid: NumberGrid) -> bool:
 
 def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
     """Errors of candidates on consecutive rows, ``(C, r)``; see :data:`.loops.Loop`."""
-    scale, zero_point = qparams_of(candidates, search.grid)
-    units = _units_of(candidates)
     loop = _Loop(rows, search)
+    scales = loop.scales_of(candidates)
     if rows.are_long:
-        return loop.sum_pieces(part, units, scale, zero_point)
-    return loop.measure_rows(part, units, scale, zero_point)
+        return loop.errors_of_long_rows(part, scales)
+    return loop.errors_of_rows(part, scales)
 
 
 def qparams_of(candidates: Candidates, grid: NumberGrid) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,64 +93,69 @@ class _Loop:
         # These import numba.
         from lightning_obs.numerics.search import arithmetic, lane_errors, lanes
 
-        self.rows = rows
         self.lanes: Any = lanes
         self.kernel: Any = lane_errors
+        self.grid = search.grid
+        self.view = rows.view
+        self.weights = _weights_of(rows)
+        #: values of a row
+        self.size = rows.size
         numbers = arithmetic.numbers_of(search.grid)
         exponent = arithmetic.exponent_of(search.norm)
         self.measure = lane_errors.Measure(numbers, exponent)
-        self.weights = _weights_of(rows)
 
-    def measure_rows(
-        self, part: slice, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-    ) -> torch.Tensor:
+    def scales_of(self, candidates: Candidates) -> Any:
+        """The candidates as the loop reads them."""
+        scale, zero_point = qparams_of(candidates, self.grid)
+        units = _units_of(candidates)
+        zeros = np.empty((0, 0), np.float32) if zero_point is None else zero_point.contiguous().numpy()
+        return self.kernel.Scales(units.numpy(), scale.contiguous().numpy(), zeros)
+
+    def errors_of_rows(self, part: slice, scales: Any) -> torch.Tensor:
         """Errors of candidates ``(C, r)`` on rows that are not long."""
-        errors = np.empty(scale.shape, np.float32)
-        sources = self._source(self.rows.view), self._source(self.weights)
-        scales = self._scales(units, scale, zero_point)
+        errors = np.empty(scales.scales.shape, np.float32)
+        values = self._source(self.view)
+        weights = self._source(self.weights)
         count = part.stop - part.start
-        side = self.lanes.LANES // self.lanes.lanes_of(self.rows.size)
-        # Whole blocks of rows.
-        step = max(1, _SHARE // self.rows.size // side) * side
+        side = self.lanes.LANES // self.lanes.lanes_of(self.size)
+        blocks = max(1, _SHARE // self.size // side)
+        step = blocks * side
 
         def work(start: int) -> None:
-            span = self.kernel.Span(part.start, start, min(start + step, count), is_whole=True)
-            launch.run(self.kernel.sum_errors, *sources, span, scales, self.measure, errors)
+            stop = min(start + step, count)
+            span = self.kernel.Span(part.start, start, stop, is_whole=True)
+            launch.run(self.kernel.sum_errors, values, weights, span, scales, self.measure, errors)
 
-        launch.in_threads(work, range(0, count, step), steps=errors.size * self.rows.size)
+        launch.in_threads(work, range(0, count, step), steps=errors.size * self.size)
         return torch.from_numpy(errors)
 
-    def sum_pieces(
-        self, part: slice, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None
-    ) -> torch.Tensor:
+    def errors_of_long_rows(self, part: slice, scales: Any) -> torch.Tensor:
         """Errors of candidates ``(C, r)`` on long rows, in float64."""
-        errors = torch.empty(scale.shape, dtype=torch.float64)
+        errors = torch.empty(scales.scales.shape, dtype=torch.float64)
         for r in range(part.stop - part.start):
-            column = slice(r, r + 1)
-            zeros = None if zero_point is None else zero_point[:, column]
-            scales = self._scales(units[column], scale[:, column], zeros)
-            errors[:, r] = self._sum_pieces_of(part.start + r, scales)
+            columns = (np.ascontiguousarray(field[..., r : r + 1]) for field in scales)
+            errors[:, r] = self._errors_of_long_row(part.start + r, self.kernel.Scales(*columns))
         return errors
 
-    def _sum_pieces_of(self, number: int, scales: Any) -> torch.Tensor:
+    def _errors_of_long_row(self, number: int, scales: Any) -> torch.Tensor:
         """Errors of candidates ``(C,)`` on the row of this number."""
-        row = divmod(number, self.rows.view.shape[1])
-        values = self.rows.view[row]
-        weights = None if self.weights is None else self.weights[divmod(number, self.weights.shape[1])]
-        height, width = values.shape
+        values = _row_of(self.view, number)
+        weights = None if self.weights is None else _row_of(self.weights, number)
+        height, width = values.shape[2:]
         # Some lines of the row, or a part of one that is long by itself.
         lines = max(1, _PIECE // width)
-        places = [(n, g) for n in range(0, height, lines) for g in range(0, width, _PIECE)]
+        places = list(itertools.product(range(0, height, lines), range(0, width, _PIECE)))
         errors = np.empty((len(places), len(scales.scales), 1), np.float32)
         span = self.kernel.Span(0, 0, 1, is_whole=False)
 
         def work(place: tuple[int, int], sums: Any) -> None:
             n, g = place
-            cut = (None, None, slice(n, n + lines), slice(g, g + _PIECE))
-            sources = self._source(values[cut]), self._source(None if weights is None else weights[cut])
-            launch.run(self.kernel.sum_errors, *sources, span, scales, self.measure, sums)
+            cut = (..., slice(n, n + lines), slice(g, g + _PIECE))
+            piece = self._source(values[cut])
+            piece_weights = self._source(None if weights is None else weights[cut])
+            launch.run(self.kernel.sum_errors, piece, piece_weights, span, scales, self.measure, sums)
 
-        launch.in_threads(work, places, errors, steps=self.rows.size * len(scales.scales))
+        launch.in_threads(work, places, errors, steps=self.size * len(scales.scales))
         total = errors.sum(0, dtype=np.float64)
         return torch.from_numpy(total[:, 0])
 
@@ -160,10 +165,11 @@ class _Loop:
             return self.lanes.Source(np.empty(0, np.uint32), (0,) * 4, (0,) * 4)
         return self.lanes.Source(launch.memory(view), tuple(view.shape), view.stride())
 
-    def _scales(self, units: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None) -> Any:
-        """The candidates as the loop reads them."""
-        zeros = np.empty((0, 0), np.float32) if zero_point is None else zero_point.contiguous().numpy()
-        return self.kernel.Scales(units.contiguous().numpy(), scale.contiguous().numpy(), zeros)
+
+def _row_of(view: torch.Tensor, number: int) -> torch.Tensor:
+    """The row of this number of a view ``(A, B, N, G)``, as a view ``(1, 1, N, G)``."""
+    a, b = divmod(number, view.shape[1])
+    return view[a : a + 1, b : b + 1]
 
 
 def _weights_of(rows: Rows) -> torch.Tensor | None:
