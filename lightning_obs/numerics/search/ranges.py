@@ -89,9 +89,9 @@ def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> R
         return ends[0], ends[1]
     loop = loop or loop_for(rows, search)
     visit = _Visit(rows, ends, search, loop)
-    best = visit.best()
-    chosen = visit.factors[best - 1]
-    low, high = torch.where(best > 0, shrink(ends, chosen), ends)
+    # A row that no candidate improved has the number 0, and keeps the expanded range: its factor is 1.
+    factors = on_device((1.0, *search.factors), rows.device)
+    low, high = shrink(ends, factors[visit.best()])
     return low, high
 
 
