@@ -27,6 +27,33 @@ _TILE = 1 << 18
 _ROWS = 1 << 22
 
 
+class _Factors(NamedTuple):
+    """The factors that sweeps try.
+
+    Attributes:
+        first: those of the first sweep, ``(K, 1, 1)`` in float64.
+        around: distances of as many from the chosen factor, in the second sweep, relative to it.
+    """
+
+    first: torch.Tensor
+    around: torch.Tensor
+
+    @classmethod
+    def of(cls, search: GridSearch, device: torch.device) -> _Factors:
+        """Those of the candidates of a search."""
+        first = on_device(tuple(search.factors), device)[:, None, None]
+        half = len(first) // 2
+        number = torch.arange(-half, half + 1, device=device)[:, None, None]
+        step = first[:2].max() - first[:2].min()
+        return cls(first, number * step)
+
+    def of_sweep(self, sweep: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The factors that a sweep tries, ``(K, S, T)``, by those that the one before has chosen, ``(S, T)``."""
+        if sweep == 0:
+            return self.first.expand(-1, *chosen.shape)
+        return chosen * (self.around / 2 ** (sweep - 1) + 1)
+
+
 class _Scales(NamedTuple):
     """Scale and zero point (None: symmetric) of each candidate and scale, of any shape."""
 
@@ -66,20 +93,21 @@ def descend(
     blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
     low = blocks.amin((1, 3)) * search.expand
     high = blocks.amax((1, 3)) * search.expand
+    tried = _Factors.of(search, weight.device)
     # The values of a row of scales, or their candidates.
     size = weight.shape[1] * max(height, -(-len(search.factors) // width))
     step = max(1, tile_size(weight.device, _ROWS) // size)
     for start in range(0, len(low), step):
         part = slice(start, min(start + step, len(low)))
         values = weight[part.start * height : part.stop * height].float()
-        factors = _descend_rows(values, (low[part], high[part]), hessian, search, sweeps)
+        factors = _descend_rows(values, (low[part], high[part]), hessian, search.grid, tried, sweeps)
         low[part] = shrink(low[part], factors)
         high[part] = shrink(high[part], factors)
     return low, high
 
 
 def _descend_rows(
-    values: torch.Tensor, ends: Range, hessian: torch.Tensor, search: GridSearch, sweeps: int
+    values: torch.Tensor, ends: Range, hessian: torch.Tensor, grid: NumberGrid, tried: _Factors, sweeps: int
 ) -> torch.Tensor:
     """The factors on the ranges of some rows of scales after some sweeps, ``(S, T)`` in float64.
 
@@ -87,7 +115,8 @@ def _descend_rows(
         values: the rows, ``(S * height, C)`` in float32.
         ends: their expanded ranges, ``(S, T)`` each, T columns of groups.
         hessian: ``(C, C)``.
-        search: as of :func:`descend`.
+        grid: the number format.
+        tried: the candidates of each sweep.
         sweeps: how often each scale is chosen.
     """
     low, high = ends
@@ -95,32 +124,18 @@ def _descend_rows(
     factors = torch.ones(low.shape, dtype=torch.float64, device=values.device)
     error = torch.zeros_like(values)
     for sweep in range(sweeps):
-        candidates = _candidates_of(sweep, factors, search)
-        qparams = _Scales(*search.grid.qparams(shrink(low, candidates), shrink(high, candidates)))
+        candidates = tried.of_sweep(sweep, factors)
+        qparams = _Scales(*grid.qparams(shrink(low, candidates), shrink(high, candidates)))
         for k in range(low.shape[1]):
             columns = slice(k * width, (k + 1) * width)
             before = slice(0, k * width if sweep == 0 else None)  # where errors are known
             error[:, columns] = 0
             others = error[:, before] @ hessian[before, columns]
             group_hessian = hessian[columns, columns]
-            best, error[:, columns] = _choose(
-                values[:, columns], others * 2, group_hessian, qparams.at((..., k)), search.grid
-            )
+            best, error[:, columns] = _choose(values[:, columns], others * 2, group_hessian, qparams.at((..., k)), grid)
             chosen = candidates[..., k].gather(0, best.clamp(min=0)[None])[0]
             factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
     return factors
-
-
-def _candidates_of(sweep: int, factors: torch.Tensor, search: GridSearch) -> torch.Tensor:
-    """The factors that a sweep tries, ``(K, S, T)``: the search's, or as many around those that are chosen."""
-    candidates = on_device(tuple(search.factors), factors.device)
-    if sweep == 0:
-        return candidates[:, None, None].expand(-1, *factors.shape)
-    half = len(candidates) // 2
-    number = torch.arange(-half, half + 1, device=factors.device)
-    step = candidates[:2].max() - candidates[:2].min()
-    around = number[:, None, None] * step
-    return factors * (around / 2 ** (sweep - 1) + 1)
 
 
 def _choose(
