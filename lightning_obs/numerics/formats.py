@@ -139,15 +139,6 @@ class NumberGrid(NamedTuple):
         return self.number.last_step()
 
     @property
-    def usual_error(self) -> float:
-        """Largest rounding error of a value at a tenth of the range, where most values of a weight are."""
-        if self.number is None:
-            return 0.5
-        exponent = math.floor(math.log2(self.high / 10))
-        exponent = max(exponent, self.number.smallest)
-        return 2.0 ** (exponent - self.number.mantissa - 1)
-
-    @property
     def scale_dtype(self) -> torch.dtype | None:
         """The dtype to which scales are rounded; None for a tensor_group, whose global scale is not known yet."""
         if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
