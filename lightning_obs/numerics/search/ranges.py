@@ -29,12 +29,12 @@ from lightning_obs.numerics.candidates import (
     shrink,
     visited,
 )
-from lightning_obs.numerics.qparams import split_blocks, tile_size
+from lightning_obs.numerics.qparams import split_blocks
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.loops import Loop, loop_for
 from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
 
-# Errors that are kept at once, on a CPU.
+# Errors that are kept at once.
 _ERRORS = 1 << 21
 
 
@@ -127,8 +127,8 @@ class _Visit:
 
     def _improved_parts(self) -> Iterator[torch.Tensor]:
         """Which candidates improve the rows of each part, ``(C, r)``."""
-        length = tile_size(self.rows.device, _ERRORS) // len(self.factors)
-        for part in self.rows.parts(slice(0, self.rows.count), max(1, length)):
+        length = _ERRORS // len(self.factors)
+        for part in self.rows.parts(slice(0, self.rows.count), length):
             yield improves(self._errors(part, self.factors))
 
     def _improved_until_the_end(self, limit: int) -> torch.Tensor:
