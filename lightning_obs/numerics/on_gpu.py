@@ -1,7 +1,9 @@
-"""Counts, moments, searches and roundings on a GPU, by the loops that Triton compiles.
+"""Counts, moments, searches and roundings on a GPU: how the loops are launched that Triton compiles.
 
-Before the loops are used on a device, small results of each are compared there with torch's operations. Without Triton,
-callers run torch's operations.
+The method: a loop takes the place of launches for each candidate or column, or of copies. The choice: Triton, which
+comes with torch's builds for CUDA, so nothing is built when the package is installed. The trade-off: what Triton makes
+for a device that nobody tried is not known. So before the loops are used on a device, small results of each are
+compared there with torch's operations. Without Triton, callers run torch's operations.
 """
 
 from __future__ import annotations
@@ -18,8 +20,14 @@ from lightning_obs.numerics.candidates import Candidates, half_of_range
 from lightning_obs.numerics.formats import NumberGrid
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Values that a program holds in registers, rows that one of the rounding holds, and values that one adds up.
-_TILE, _ROWS, _SPAN = 4096, 16, 1 << 15
+# Values that a program holds in registers.
+_TILE = 4096
+# Rows that a program of the rounding holds.
+_ROWS = 16
+# Values that a program adds up.
+_SPAN = 1 << 15
+# Results that differ by no more than this agree.
+_DIFFERENCE = 1e-3
 
 
 def _triton() -> Any:
@@ -30,6 +38,11 @@ def _triton() -> Any:
 
 #: by kind of device, the loops that are compiled for it
 LOOPS: dict[str, Callable[[], Any]] = {"cuda": _triton}
+
+
+def _loops_for(value: torch.Tensor) -> Any:
+    """The loops for a tensor's kind of device."""
+    return LOOPS[value.device.type]()
 
 
 def can_run(value: torch.Tensor) -> bool:
@@ -45,7 +58,7 @@ def _available(device: torch.device) -> bool:
     except Exception as error:  # no Triton, no compiler, a device that it does not know: each raises its own
         reason = f"cannot be compiled for {device} ({type(error).__name__}: {error})"
     else:
-        if difference < 1e-3:
+        if difference < _DIFFERENCE:
             return True
         reason = f"differ from torch's operations on {device} (by {difference:.1%})"
     warn(f"Triton's loops {reason}: searches and rounding run without them, many times slower")
@@ -103,24 +116,26 @@ def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
     """Add how often each pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64."""
-    size = values.shape[0] * values.shape[2]
+    observations, scales, width = values.shape
+    size = observations * width
+    programs = -(-size // _TILE), scales
+    loop = _loops_for(values).count_patterns
     with torch.cuda.device_of(values):
-        LOOPS[values.device.type]().count_patterns[-(-size // _TILE), values.shape[1]](
-            values.view(torch.int16), counts, size, values.shape[2], *values.stride(), BLOCK=_TILE
-        )
+        loop[programs](values.view(torch.int16), counts, size, width, *values.stride(), BLOCK=_TILE)
 
 
 def moments(values: torch.Tensor) -> torch.Tensor:
     """Sum, and sum of squares, of ``(N, Q, G)`` over the first and the last dimension: ``(2, Q)`` in float64."""
-    scales, size = values.shape[1], values.shape[0] * values.shape[2]
+    observations, scales, width = values.shape
+    size = observations * width
     span = min(_SPAN, _power(size))
+    block = min(_TILE, span)
     pieces = -(-size // span)
-    out = torch.empty(pieces, 2, scales, dtype=torch.float64, device=values.device)
+    sums = torch.empty(pieces, 2, scales, dtype=torch.float64, device=values.device)
+    loop = _loops_for(values).moments
     with torch.cuda.device_of(values):
-        LOOPS[values.device.type]().moments[scales, pieces](
-            values, out, size, values.shape[2], *values.stride(), scales, SPAN=span, BLOCK=min(_TILE, span)
-        )
-    return out[0] if pieces == 1 else out.sum(0)
+        loop[scales, pieces](values, sums, size, width, *values.stride(), scales, SPAN=span, BLOCK=block)
+    return sums[0] if pieces == 1 else sums.sum(0)
 
 
 def _power(size: int) -> int:
@@ -157,8 +172,10 @@ def errors_of_ranges(
     scale, zero_point = candidates.qparams(grid) if half is None else (None, None)
     unused = candidates.factors if scale is None else scale
     pointers = [unused if tensor is None else tensor.contiguous() for tensor in (importance, scale, zero_point)]
+    programs = -(-rows // side), pieces
+    loop = _loops_for(view).errors_of_ranges
     with torch.cuda.device_of(view):
-        LOOPS[view.device.type]().errors_of_ranges[-(-rows // side), pieces](
+        loop[programs](
             view,
             *pointers,
             candidates.low.contiguous(),
@@ -201,10 +218,13 @@ def round_panel(
     Returns:
         The levels, and each column's error over the factor's diagonal, ``(P, R)`` both.
     """
-    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    levels = torch.empty_like(left)
+    errors = torch.empty_like(left)
     columns, rows = left.shape
+    programs = (-(-rows // _ROWS),)
+    loop = _loops_for(left).round_panel
     with torch.cuda.device_of(left):
-        LOOPS[left.device.type]().round_panel[(-(-rows // _ROWS),)](
+        loop[programs](
             left,
             step,
             zero,
@@ -225,7 +245,8 @@ def round_panel_plainly(
     left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`round_panel`, operation by operation on any device; ``left`` is written over."""
-    levels, errors = torch.empty_like(left), torch.empty_like(left)
+    levels = torch.empty_like(left)
+    errors = torch.empty_like(left)
     for i in range(len(left)):
         levels[i] = grid.round(left[i] / step[i] + zero[i])
         errors[i] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
@@ -235,6 +256,14 @@ def round_panel_plainly(
 
 def _of_grid(grid: NumberGrid) -> dict[str, Any]:
     """The arguments by which the loops know a format."""
-    smallest, mantissa = (0, 0) if grid.number is None else (grid.number.smallest, grid.number.mantissa)
-    ends = {"low": grid.low, "high": grid.high, "smallest": 2.0**smallest, "rounder": 1.5 * 2.0 ** (23 - mantissa)}
-    return {**ends, "INTEGERS": grid.number is None, "enable_fp_fusion": False}
+    is_integer = grid.number is None
+    smallest = 0 if grid.number is None else grid.number.smallest
+    mantissa = 0 if grid.number is None else grid.number.mantissa
+    return {
+        "low": grid.low,
+        "high": grid.high,
+        "smallest": 2.0**smallest,
+        "rounder": 1.5 * 2.0 ** (23 - mantissa),
+        "INTEGERS": is_integer,
+        "enable_fp_fusion": False,
+    }
