@@ -191,11 +191,13 @@ def _any_power(error: Any, exponent: Any) -> Any:
     square = x * x
     first = (_L1 * x + _L0) + (_L3 * x + _L2) * square
     last = (_L5 * x + _L4) + _L6 * square
-    logarithm = (last * (square * square) + first) * x + whole
-    # The result is 2 ** (whole + fraction), where float32 has it.
-    wanted = min(max(logarithm * exponent.exponent, f32(-126)), f32(128))
-    shifted = wanted + _ROUNDER
-    fraction = wanted - (shifted - _ROUNDER)
+    logarithm = (last * (square * square) + first) * x  # of 1 + x
+    # The result is 2 ** (number + fraction), where float32 has it. whole * exponent - number is one operation: exact.
+    product = whole * exponent.exponent + logarithm * exponent.exponent
+    shifted = min(max(product, f32(-126)), f32(128)) + _ROUNDER
+    number = shifted - _ROUNDER
+    fraction = (whole * exponent.exponent - number) + logarithm * exponent.exponent
+    fraction = min(max(fraction, f32(-0.5)), f32(0.5))
     square = fraction * fraction
     power = ((_E5 * fraction + _E4) * square + (_E3 * fraction + _E2)) * square + (_E1 * fraction + _E0)
     scaled = i32(f32(power).view(i32) + i32(f32(shifted).view(i32) << i32(23))).view(f32)

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,6 @@ import lightning_obs
 from lightning_obs.numerics.candidates import Candidates, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.kernels.jit import jit
 from lightning_obs.numerics.search import arithmetic, numba_loop, torch_loop
 from lightning_obs.numerics.search import rows as rows_module
 from lightning_obs.numerics.search.grid_search import GridSearch
@@ -213,7 +213,7 @@ def test_where_errors_leave_float32_the_loop_finds_the_least_and_torchs_keeps_th
 
 @pytest.mark.parametrize("norm", [0.7, 1.0, 1.5, 2.0, 2.4, 2.7, 3.0, 4.0])
 def test_a_power_is_exact_to_six_digits_and_hides_nothing(norm):
-    @jit("contract")
+    @numba.njit(fastmath={"contract"})  # kept on disk, it would not follow a change of the formulas
     def powers_of(errors, exponent, powers):
         for i in range(errors.size):
             powers[i] = arithmetic.power_of(errors[i], exponent)
