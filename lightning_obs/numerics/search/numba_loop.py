@@ -10,10 +10,12 @@ float32: there this loop finds the least one, and the others keep the observed r
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import torch
+from compressed_tensors.quantization.utils import should_generate_mx_scales
 
 from lightning_obs.numerics.candidates import Candidates, half_of_range, shrink
 from lightning_obs.numerics.formats import NumberGrid
@@ -27,6 +29,10 @@ _PIECE = 1 << 16
 _SHARE = 1 << 20
 # The exponent of 2 up to which float32 has both a number and its inverse.
 _LARGEST_EXPONENT = 126
+# The bits of float32's exponent: all of them are set in an infinity.
+_INFINITE_EXPONENT = 0x7F800000
+# Of ranges whose MX scales are the powers of two that float32 gives; float16 has fewer.
+_MX_DTYPES = (torch.float32, torch.bfloat16)
 
 #: the steps of searches that the loops would have made; torch makes the limit in about ten seconds
 slow_steps = launch.SlowSteps(limit=1 << 30)
@@ -63,15 +69,37 @@ def qparams_of(candidates: Candidates, grid: NumberGrid) -> tuple[torch.Tensor, 
     Of short rows, compressed-tensors' operations on all candidates would take as long as the loop. A symmetric format
     needs few of them.
     """
-    half = half_of_range(grid, candidates.low.dtype)
-    if half is None:
+    dtype = candidates.low.dtype
+    half = half_of_range(grid, dtype)
+    has_powers_of_two = should_generate_mx_scales(grid.args) and dtype in _MX_DTYPES
+    if half is None and not has_powers_of_two:
         return candidates.qparams(grid)
     largest = torch.maximum(-candidates.low, candidates.high).clamp(min=0)
-    scale = shrink(largest, candidates.factors[:, None])
-    scale.div_(half)
+    largest = shrink(largest, candidates.factors[:, None])
+    if half is None:
+        return _powers_of_two(largest, grid), None
+    scale = largest.div_(half)
     if not scale.amin() > 0:
-        scale.masked_fill_(scale == 0, torch.finfo(scale.dtype).eps)
+        scale.masked_fill_(scale == 0, torch.finfo(dtype).eps)
     return scale.float(), None
+
+
+def _powers_of_two(largest: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
+    """The scales of an MX format for ranges up to ``largest``, in float32: as compressed-tensors computes them.
+
+    A magnitude is rounded to ``mx_mantissa`` bits behind its first; its exponent, less that of the format's largest
+    number, is the scale's.
+    """
+    assert grid.number is not None
+    bits = largest.float().view(torch.int32)
+    powers = bits.add_(1 << (22 - grid.number.mx_mantissa)).bitwise_and_(_INFINITE_EXPONENT)
+    is_infinite = powers == _INFINITE_EXPONENT
+    largest_exponent = math.floor(math.log2(grid.high)) << 23
+    scale = powers.sub_(largest_exponent).clamp_(min=0).view(torch.float32)
+    zero = torch.zeros(1, dtype=largest.dtype)
+    of_zero, _ = grid.qparams(zero, zero)
+    scale.masked_fill_(scale == 0, of_zero.item())
+    return scale.masked_fill_(is_infinite, torch.inf)
 
 
 def _units_of(candidates: Candidates) -> torch.Tensor:

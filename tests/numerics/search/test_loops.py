@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -153,6 +153,22 @@ def test_scales_are_those_of_compressed_tensors(name, dtype):
     assert zero_point is None or torch.equal(zero_point, expected_zero_point)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("preset", ["MXFP4", "MXFP8", "MXFP6A16"])
+def test_powers_of_two_are_those_of_compressed_tensors_up_to_the_ends_of_float32(preset, dtype):
+    grid = NumberGrid.of(preset_name_to_scheme(preset, ["Linear"]).weights)
+    exponents = torch.arange(-149, 128, dtype=torch.float64)
+    largest = torch.cat([torch.rand(4, 277, dtype=torch.float64).add(1) * 2**exponents, torch.zeros(1, 277)]).flatten()
+    largest = torch.cat(
+        [largest.to(dtype), torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny], dtype=dtype)]
+    )
+    candidates = Candidates(-largest, largest / 2, torch.tensor(FACTORS, dtype=torch.float64))
+    scale, _ = numba_loop.qparams_of(candidates, grid)
+    expected, _ = candidates.qparams(grid)
+    assert torch.equal(scale, expected)
+    assert scale.isinf().any()
+
+
 @pytest.fixture
 def short_pieces(monkeypatch):
     """Rows of some thousand values are long."""
@@ -268,7 +284,7 @@ def test_workers_of_a_data_loader_may_search(method, tmp_path):
 import torch
 from torch.utils.data import DataLoader, Dataset
 from lightning_obs.observers import Observer
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 args = QuantizationArgs(num_bits=8, strategy="channel")
 torch.set_num_threads(2)
@@ -295,7 +311,7 @@ if __name__ == "__main__":
 
 SEARCH = """
 import warnings, torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 from lightning_obs.numerics.candidates import shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.search.grid_search import GridSearch
