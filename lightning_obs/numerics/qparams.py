@@ -10,8 +10,9 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict
 
 import torch
@@ -250,25 +251,28 @@ def exact_products() -> Iterator[None]:
     Hessians are summed and searched, and weights rounded, in it. TF32 has ten bits, in which sums of ``x x^T`` may
     become singular.
     """
-    with ExitStack() as stack:
-        for backend in (torch.backends.cuda, torch.backends.mkldnn):
-            matmul = getattr(backend, "matmul", None)
-            if hasattr(matmul, "fp32_precision"):
-                stack.enter_context(_attribute(matmul, "fp32_precision", "ieee"))
-            elif backend is torch.backends.cuda:  # before torch 2.9
-                stack.enter_context(_attribute(matmul, "allow_tf32", False))
-        yield
-
-
-@contextmanager
-def _attribute(settings: Any, name: str, value: Any) -> Iterator[None]:
-    """A block in which an attribute has a value."""
-    usual = getattr(settings, name)
-    setattr(settings, name, value)
+    usual_values = []
+    for settings, name, exact_value in _product_settings():
+        usual_values.append((settings, name, getattr(settings, name)))
+        setattr(settings, name, exact_value)
     try:
         yield
     finally:
-        setattr(settings, name, usual)
+        for settings, name, usual_value in usual_values:
+            setattr(settings, name, usual_value)
+
+
+@functools.cache
+def _product_settings() -> list[tuple[Any, str, Any]]:
+    """The settings of torch for products of float32 matrices: the object, the attribute, and its exact value."""
+    settings: list[tuple[Any, str, Any]] = []
+    for backend in (torch.backends.cuda, torch.backends.mkldnn):
+        matmul = getattr(backend, "matmul", None)
+        if hasattr(matmul, "fp32_precision"):
+            settings.append((matmul, "fp32_precision", "ieee"))
+    if not settings:  # before torch 2.9
+        settings.append((torch.backends.cuda.matmul, "allow_tf32", False))
+    return settings
 
 
 class QParamsDict(TypedDict, total=False):
