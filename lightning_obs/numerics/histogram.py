@@ -125,7 +125,7 @@ def join_supports(first: Support, second: Support) -> Support:
     values = torch.cat([first.values, second.values])
     counts = torch.cat([first.counts, second.counts])
     distinct, places = values.unique(return_inverse=True)
-    sums = counts.new_zeros(len(distinct))
+    sums = torch.zeros(len(distinct), dtype=torch.int64, device=distinct.device)
     sums.index_add_(0, places, counts)
     return Support(distinct, sums)
 
@@ -143,7 +143,7 @@ def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
     width = high - low or 1.0
     place = (occupied.values.double() - low) / width * bins
     place = place.long().clamp(0, bins - 1)
-    counts = place.new_zeros(bins)
+    counts = torch.zeros(bins, dtype=torch.int64, device=place.device)
     counts.index_add_(0, place, occupied.counts)
     return low, high, counts.tolist()
 

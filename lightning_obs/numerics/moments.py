@@ -48,7 +48,7 @@ def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
     """As :func:`~lightning_obs.numerics.on_gpu.moments`, operation by operation: ``(2, Q)`` in float64."""
     values = observed.transpose(0, 1).flatten(1)
     scales = len(values)
-    sums = values.new_zeros(2, scales, dtype=torch.float64)
+    sums = torch.zeros(2, scales, dtype=torch.float64, device=observed.device)
     columns = tile_size(observed.device, _TILE)
     height = max(1, columns // values.shape[1])
     for start in range(0, scales, height):
@@ -84,7 +84,7 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     if launch.can_read(rows) and rows.stride(1) == 1:
         sums = launch.channel_squares(rows)
         return sums, number
-    sums = rows.new_zeros(channels, dtype=torch.float64)
+    sums = torch.zeros(channels, dtype=torch.float64, device=rows.device)
     dtype = torch.float64 if rows.device.type == "cpu" else torch.float32
     height = tile_size(rows.device, _TILE) // max(1, channels)
     for tile in rows.split(max(1, height)):

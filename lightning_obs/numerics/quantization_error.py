@@ -158,7 +158,7 @@ def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSu
 def only_range(value: torch.Tensor) -> ErrorSums:
     """The range of a tensor whose grid is not known beforehand: called by the report for inputs with dynamic scales."""
     value = value.detach()
-    sums = value.new_zeros(len(SUMS), dtype=torch.float64)
+    sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
     low, high = torch.aminmax(value)
     no_codes = _count_codes(None, value.device)
     return ErrorSums(sums, low, high, no_codes)

@@ -194,7 +194,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     filled = torch.where(diagonal == 0, for_unreached, diagonal)
     diagonal.copy_(filled)
     diagonal += damping * mean
-    failed = damped.new_empty(2, dtype=torch.int32)
+    failed = torch.empty(2, dtype=torch.int32, device=damped.device)
     torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))
     torch.cholesky_inverse(damped, out=damped)
     torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))
