@@ -101,7 +101,8 @@ def divergences(
         last_layer.watch(model, stack)
         for number, batch in enumerate(batches):
             logits = last_layer.classes_last(logits_of(call_on(model, batch)))
-            finite.append(torch.isfinite(logits.detach()).all())
+            is_finite = torch.isfinite(logits.detach())
+            finite.append(is_finite.all())
             signs = random_signs(logits.shape, seed + number, logits.device)
             logits.backward(fisher_probe(logits.detach(), signs))
             tokens += logits[..., 0].numel()
@@ -130,7 +131,8 @@ class _SquaredSums:
         for scheme, by_module in by_scheme.items():
             for group in self._groups:
                 members = [by_module[name] for name in group if name in by_module]
-                self._totals[scheme, group] = self._totals.get((scheme, group), 0) + _square(members)
+                total = self._totals.get((scheme, group), 0)
+                self._totals[scheme, group] = total + _square(members)
 
     def read(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """The sums, brought to the host in one transfer."""
@@ -163,7 +165,8 @@ def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitSt
     with weights_shared(twins):
         for twin in twins.by_scheme.values():
             stack.callback(quantize_forward(twin))
-    tap = _tap(name, twins, _first_alike(list(twins.by_scheme.values())), changes)
+    alike = _first_alike(list(twins.by_scheme.values()))
+    tap = _tap(name, twins, alike, changes)
     adapters = adapters_of(twins.module)
     hooked = twins.module if adapters is None else adapters
     handle = hooked.register_forward_hook(tap, with_kwargs=True)
@@ -241,7 +244,8 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
         def change(gradient: torch.Tensor) -> None:
             caches_of_twins: list[WeightCache] = []
             for number, first in enumerate(alike):
-                caches_of_twins.append(WeightCache() if first == number else caches_of_twins[first])
+                cache = WeightCache() if first == number else caches_of_twins[first]
+                caches_of_twins.append(cache)
             with (
                 weights_shared(twins),
                 patch_attrs(quantizations, "weight_cache", caches_of_twins),
@@ -266,17 +270,20 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     """
     shapes = set()
     for changes_of_calls in members:
-        shapes.add(tuple(changes.shape for changes in changes_of_calls))
+        shapes_of_calls = [changes.shape for changes in changes_of_calls]
+        shapes.add(tuple(shapes_of_calls))
     if len(shapes) == 1:  # fused: their changes of a token add up
         summed = []
         for changes_of_modules in zip(*members, strict=True):
-            summed.append(torch.stack(changes_of_modules).sum(0))
+            stacked = torch.stack(changes_of_modules)
+            summed.append(stacked.sum(0))
         members = [summed]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):
         rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
         missing_positions = -rows.shape[-1] % BLOCK
         padded = nn.functional.pad(rows, (0, missing_positions))
-        block_sums = padded.unflatten(-1, (-1, BLOCK)).sum(-1)
-        total = total + block_sums.double().square().sum()
+        blocks = padded.unflatten(-1, (-1, BLOCK))
+        block_sums = blocks.sum(-1).double()
+        total = total + block_sums.square().sum()
     return total

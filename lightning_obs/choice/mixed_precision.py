@@ -200,7 +200,8 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
     for module_name, scheme_name in scheme_names.items():
         scheme = measured.schemes.get(scheme_name, {}).get(module_name)
         modules[module_name] = scheme_name, scheme
-    return MixedPlan(scheme_names, loss, size, measured.weights, config_of(modules, measured.ignore))
+    config = config_of(modules, measured.ignore)
+    return MixedPlan(scheme_names, loss, size, measured.weights, config)
 
 
 def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates: Sequence[str]) -> str:
@@ -228,13 +229,16 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
         points: budgets to try, evenly spaced in bits per weight. A plan that is best for several is returned once.
         at_most: as in :func:`mixed_precision`.
     """
-    largest = max(choose_schemes(measured, at_most=at_most).size, measured.least)
+    best = choose_schemes(measured, at_most=at_most)
+    largest = max(best.size, measured.least)
     budgets = np.linspace(measured.least, largest, max(2, points))
     plans: dict[tuple[str, ...], MixedPlan] = {}
     for size in budgets:
-        plan = _solve(measured, int(np.ceil(size)), at_most or {})
+        limit = int(np.ceil(size))
+        plan = _solve(measured, limit, at_most or {})
         if plan is not None:
-            plans[tuple(plan.schemes.values())] = plan
+            schemes = tuple(plan.schemes.values())
+            plans[schemes] = plan
     return list(plans.values())
 
 
@@ -245,14 +249,17 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
     (562, 90000000, 1024)
     """
     units = "|".join(_UNITS)
-    match = re.fullmatch(rf"(\d+\.?\d*|\.\d+)\s*({units})?", str(budget).strip(), re.IGNORECASE)
+    pattern = rf"(\d+\.?\d*|\.\d+)\s*({units})?"
+    text = str(budget).strip()
+    match = re.fullmatch(pattern, text, re.IGNORECASE)
     if match is None or float(match[1]) <= 0:
         expected = "bits per weight (4.5), or bytes ('90 MB', '80 MiB')"
         raise CalibrationError("budget", got=repr(budget), expected=expected)
     number = float(match[1])
     unit = match[2]
     if unit:
-        return int(number * _UNITS[unit.upper()])
+        bytes_of_unit = _UNITS[unit.upper()]
+        return int(number * bytes_of_unit)
     return int(number * weights / 8)
 
 
@@ -332,15 +339,19 @@ def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: M
     variables = np.arange(len(sizes), dtype=np.int32)  # up to scipy 1.14, HiGHS takes no 64-bit indices
     group_numbers = variables // count
     candidate_numbers = variables % count
-    schemes_of_group = coo_array((np.ones(len(sizes)), (group_numbers, variables)))
+    ones = np.ones(len(sizes))
+    schemes_of_group = coo_array((ones, (group_numbers, variables)))
     constraints = [LinearConstraint(schemes_of_group, 1, 1)]
     if limit is not None:
-        constraints.append(LinearConstraint(sizes[None] / measured.weights, ub=limit / measured.weights))
-    weights = np.repeat([float(group.weights) for group in measured.groups], count)
+        bytes_per_weight = sizes[None] / measured.weights
+        constraints.append(LinearConstraint(bytes_per_weight, ub=limit / measured.weights))
+    weights_of_groups = [float(group.weights) for group in measured.groups]
+    weights = np.repeat(weights_of_groups, count)
     for scheme_name, share in shares.items():
         has_scheme = candidate_numbers == candidates.index(scheme_name)
         weights_of_scheme = np.where(has_scheme, weights, 0.0)
-        constraints.append(LinearConstraint(weights_of_scheme[None] / measured.weights, ub=share))
+        share_of_scheme = weights_of_scheme[None] / measured.weights
+        constraints.append(LinearConstraint(share_of_scheme, ub=share))
     return constraints
 
 

@@ -79,7 +79,8 @@ class ObserverChoice:
             counts[base_name] = Counter()
         for specs in self.observers.values():
             for base_name, spec in specs.items():
-                counts[base_name][_label(spec)] += 1
+                label = _label(spec)
+                counts[base_name][label] += 1
         return counts
 
     def table(self) -> Table:
@@ -88,7 +89,9 @@ class ObserverChoice:
         table.add_column("estimated loss", justify="right")
         table.add_column("tensors", justify="right")
         for row in self.scores:
-            table.add_row(row["of"], row["observer"], f"{row['loss']:.4g}", str(row["tensors"]))
+            loss = f"{row['loss']:.4g}"
+            tensors = str(row["tensors"])
+            table.add_row(row["of"], row["observer"], loss, tensors)
         return table
 
     @property
@@ -153,7 +156,8 @@ def choose_observers(
     schemes: dict[str, Any] = {}
     for base_name, specs in candidates_by_base.items():
         for label, spec in specs.items():
-            schemes[_key(base_name, label)] = _candidate(choice_options, base_name, spec)
+            key = _key(base_name, label)
+            schemes[key] = _candidate(choice_options, base_name, spec)
     measured = sensitivity(
         model, scored_batches, schemes, calibration=observed_batches, seed=seed, **choice_options.beside_scheme
     )
@@ -175,12 +179,14 @@ def _choose(
     labels: dict[str, dict[str, str]] = {}  # by module and base name
     for base_name, specs in candidates.items():
         keys = {label: _key(base_name, label) for label in specs}
-        losses[base_name] = _total_losses(measured, keys)
-        overall_best = min(losses[base_name], key=losses[base_name].__getitem__)
+        total_losses = _total_losses(measured, keys)
+        losses[base_name] = total_losses
+        overall_best = min(total_losses, key=total_losses.__getitem__)
         loss_of_choice[base_name] = 0.0
         for group in measured.groups:
             label = _best_in_group(group, keys, overall_best)
-            loss_of_choice[base_name] += group.losses[keys[label]]
+            key = keys[label]
+            loss_of_choice[base_name] += group.losses[key]
             for module_name in group.names:
                 labels.setdefault(module_name, {})[base_name] = label
     observers: dict[str, dict[str, dict[str, Any]]] = {}
@@ -188,8 +194,10 @@ def _choose(
         for module_name in group.names:
             observers[module_name] = {}
             for base_name, label in labels[module_name].items():
-                observers[module_name][base_name] = dict(candidates[base_name][label])
-    return ObserverChoice(_config_with(labels, measured, config), observers, losses, loss_of_choice)
+                spec = candidates[base_name][label]
+                observers[module_name][base_name] = dict(spec)
+    chosen_config = _config_with(labels, measured, config)
+    return ObserverChoice(chosen_config, observers, losses, loss_of_choice)
 
 
 def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, float]:
@@ -203,8 +211,9 @@ def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, f
 
 def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> str:
     """The label of a group's candidate: ``overall_best``, unless another is clearly better (:data:`CLEARLY`)."""
-    best = min(keys, key=lambda label: group.losses[keys[label]])
-    if group.losses[keys[best]] > CLEARLY * group.losses[keys[overall_best]]:
+    losses = {label: group.losses[key] for label, key in keys.items()}
+    best = min(losses, key=losses.__getitem__)
+    if losses[best] > CLEARLY * losses[overall_best]:
         return overall_best
     return best
 
@@ -218,15 +227,19 @@ def _config_with(
         arguments: dict[str, Any] = {}
         scheme: QuantizationScheme | None = None
         for base_name, label in labels_by_base.items():
-            candidate = measured.schemes[_key(base_name, label)].get(module_name)
+            key = _key(base_name, label)
+            candidate = measured.schemes[key].get(module_name)
             if candidate is None:  # no data reached the module
                 continue
             scheme = scheme or candidate
-            arguments[_FIELDS[base_name]] = getattr(candidate, _FIELDS[base_name])
+            field = _FIELDS[base_name]
+            arguments[field] = getattr(candidate, field)
         if scheme is not None:
             name = ", ".join(f"{base_name} {label}" for base_name, label in labels_by_base.items())
-            modules[module_name] = name, scheme.model_copy(update=arguments)
-    ignore = dict.fromkeys([*(config.ignore or ()), *measured.ignore])
+            scheme_with_observers = scheme.model_copy(update=arguments)
+            modules[module_name] = name, scheme_with_observers
+    ignore = dict.fromkeys(config.ignore or ())
+    ignore |= dict.fromkeys(measured.ignore)
     with_observers = config_of(modules, list(ignore))
     assert with_observers is not None
     with_observers.kv_cache_scheme = config.kv_cache_scheme
@@ -268,7 +281,8 @@ def fitting_candidates(
         for specs, is_required in specs_by_candidate if observed_arguments else ():
             for spec in specs:
                 if _fits(model, options, base_name, spec, is_required):
-                    fitting.setdefault(base_name, {})[_label(spec)] = spec
+                    fitting_specs = fitting.setdefault(base_name, {})
+                    fitting_specs[_label(spec)] = spec
                     break
     if not fitting:
         raise CalibrationError(
@@ -299,7 +313,8 @@ def _specs(
         is_small = all(arguments.num_bits < 8 for arguments in observed_arguments)
         specs = [([default], True)]
         for spec in alternatives:
-            specs.append((_default_forms(base_name, spec, is_small), False))
+            forms = _default_forms(base_name, spec, is_small)
+            specs.append((forms, False))
         return specs
     named: Any = candidates.get(base_name, ())
     if not named:
@@ -327,8 +342,8 @@ def _fits(
 ) -> bool:
     """Whether the model could be calibrated with this observer; raises the reason if it ``is_required``."""
     try:
-        candidate = candidate_options(_candidate(options, base_name, spec), **options.beside_scheme)
-        CalibrationSession(model, candidate)
+        candidate = _candidate(options, base_name, spec)
+        CalibrationSession(model, candidate_options(candidate, **options.beside_scheme))
     except CalibrationError:
         if is_required:
             raise

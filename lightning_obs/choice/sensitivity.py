@@ -229,7 +229,8 @@ def _sessions(
         if scheme is None:
             continue
         try:
-            sessions[name] = CalibrationSession(model, candidate_options(scheme, **options))
+            candidate = candidate_options(scheme, **options)
+            sessions[name] = CalibrationSession(model, candidate)
         except CalibrationError as failure:
             raise failure.said_of(name) from failure
     refusals: dict[str, CalibrationError] = {}
@@ -264,7 +265,8 @@ def _need_one_scheme(
 def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
     """The reason why an engine does not take a checkpoint of these targets; None: it takes it."""
     try:
-        engine.check(PlannedCheckpoint(session.model, targets, session.options.fused_sets))
+        checkpoint = PlannedCheckpoint(session.model, targets, session.options.fused_sets)
+        engine.check(checkpoint)
     except CalibrationError as error:
         return error
     return None
@@ -278,7 +280,9 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
     """
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
-    observers = {**(options.get("observers") or {}), **(candidate.get("observers") or {})}
+    observers_of_all = options.get("observers") or {}
+    own_observers = candidate.get("observers") or {}
+    observers = {**observers_of_all, **own_observers}
     return CalibrationOptions.of(**{**options, **candidate, "observers": observers})
 
 
@@ -414,7 +418,8 @@ def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
     losses: Losses = {}
     for scheme, errors_of_modules in errors.items():
         for group in groups:
-            losses[scheme, group] = sum(errors_of_modules.get(name, 0.0) for name in group)
+            errors_of_group = [errors_of_modules.get(name, 0.0) for name in group]
+            losses[scheme, group] = sum(errors_of_group)
     return losses
 
 

@@ -46,12 +46,14 @@ def total_loss(layers: Iterable[LayerLoss]) -> float:
 
 def input_share(layers: Sequence[LayerLoss]) -> float:
     """The share of the layers' loss that their inputs cause, 0 to 1."""
-    return sum(layer.loss * layer.input for layer in layers) / (total_loss(layers) or 1.0)
+    by_inputs = sum(layer.loss * layer.input for layer in layers)
+    return by_inputs / (total_loss(layers) or 1.0)
 
 
 def weight_share(layers: Sequence[LayerLoss]) -> float:
     """The share of the layers' loss that their weights cause, 0 to 1."""
-    return sum(layer.loss * layer.weight for layer in layers) / (total_loss(layers) or 1.0)
+    by_weights = sum(layer.loss * layer.weight for layer in layers)
+    return by_weights / (total_loss(layers) or 1.0)
 
 
 def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
@@ -164,7 +166,8 @@ def _kinds(names: Sequence[str], count: int) -> str:
         return f": all {next(iter(kinds))}"
     texts = []
     for kind, number in kinds.most_common():
-        texts.append(f"{number} {kind}" if number > 1 else name_of_kind[kind])
+        text = f"{number} {kind}" if number > 1 else name_of_kind[kind]
+        texts.append(text)
     fused = f", {count - len(names)} fused with these" if len(names) < count else ""
     return f": {name_list(texts, 4)}{fused}"
 
@@ -180,7 +183,8 @@ def _stretched(report: Report, layers: Sequence[LayerLoss]) -> str:
         if error.input.bits is not None:
             bits.append(error.input.bits)
         if error.input.low is not None and error.input.high is not None:
-            ends.append((max(-error.input.low, error.input.high), error.name))
+            magnitude = max(-error.input.low, error.input.high)
+            ends.append((magnitude, error.name))
     facts = report.layers.get(layers[0].name)
     if not ends or not bits or facts is None or facts.input_width is None:
         return ""

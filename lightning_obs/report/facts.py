@@ -56,7 +56,8 @@ class ScaleDrift:
             if first is None or first.shape != logarithm.shape:
                 first = self._first[name] = logarithm
             drift = (logarithm - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()
-            history = self.drifts.setdefault(name, [0.0] * (len(self.steps) - 1))
+            earlier_steps = len(self.steps) - 1
+            history = self.drifts.setdefault(name, [0.0] * earlier_steps)
             history.append(float(drift))
 
     def numbers(self) -> dict[str, float]:
@@ -272,7 +273,8 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     texts: dict[str, str] = {}
     for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
-            texts[name] = metric_text(report.quality.kind_of(name), before, after, arrow)
+            kind = report.quality.kind_of(name)
+            texts[name] = metric_text(kind, before, after, arrow)
     if report.quality.moved is not None:
         texts |= moved_texts(asdict(report.quality.moved))
     if report.sizes is not None:
@@ -361,19 +363,23 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
     sizes_of_modules: dict[str, tuple[int, int]] = {}
     for name, size in sizes.items():
         path, _, key = name.rpartition(".")
-        kind = _kind(session.model.get_submodule(path), key, path in targets)
+        module = session.model.get_submodule(path)
+        kind = _kind(module, key, path in targets)
         _add_size(kinds, kind, size)
         _add_size(sizes_of_modules, path, size)
     layers: dict[str, LayerFacts] = {}
     for name, target in targets.items():
-        layers[name] = _layer_facts(session, target, sizes_of_modules.get(name, (0, 0)))
+        size = sizes_of_modules.get(name, (0, 0))
+        layers[name] = _layer_facts(session, target, size)
     return {"result": session.result, "options": session.options, "layers": layers, "kinds": kinds}
 
 
 def _add_size(sizes: dict[str, tuple[int, int]], name: str, size: tuple[int, int]) -> None:
     """Add bytes before and after to the entry of ``name``."""
     before, after = sizes.get(name, (0, 0))
-    sizes[name] = before + size[0], after + size[1]
+    before += size[0]
+    after += size[1]
+    sizes[name] = before, after
 
 
 def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple[int, int]) -> LayerFacts:
@@ -382,7 +388,8 @@ def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple
     qparams = session.result.qparams
     weight_args = target.args.get("weight")
     input_args = target.args.get("input")
-    outputs, channels = _channels(weight_args, qparams.get(f"{target.name}.weight_scale"))
+    weight_scale = qparams.get(f"{target.name}.weight_scale")
+    outputs, channels = _channels(weight_args, weight_scale)
     input_scale = qparams.get(f"{target.name}.input_scale")
     input_zero_point = qparams.get(f"{target.name}.input_zero_point")
     return LayerFacts(
@@ -419,7 +426,8 @@ def _sizes(model: nn.Module) -> dict[str, tuple[int, int]]:
         module = model.get_submodule(path)
         shape = whole_shape(module, key)
         if shape is not None:
-            sizes[name] = shape.numel() * getattr(module, key).itemsize, 0
+            tensor = getattr(module, key)
+            sizes[name] = shape.numel() * tensor.itemsize, 0
     tied = names.keys() - first_names.values()
     for name, value in stored_layout(model).items():
         if name not in tied:

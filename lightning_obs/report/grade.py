@@ -49,9 +49,8 @@ def signs_of(report: Report) -> list[Sign]:
     signs = []
     for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
-            grade = metric_grade(
-                report.quality.kind_of(name), before, after, has_logits=report.quality.moved is not None
-            )
+            kind = report.quality.kind_of(name)
+            grade = metric_grade(kind, before, after, has_logits=report.quality.moved is not None)
             signs.append(Sign(name, texts[name], grade))
     if report.quality.moved is not None:
         divergence = _by_limits(report.quality.moved.divergence, NATS)
@@ -121,7 +120,8 @@ def worse_than_calibrated(report: Report) -> list[str]:
         _, after = report.quality.metrics.get(name, (None, None))
         if after is None or not math.isfinite(calibrated):
             continue
-        lost = math.inf if not math.isfinite(after) else _worsening(report.quality.kind_of(name), calibrated, after)
+        kind = report.quality.kind_of(name)
+        lost = _worsening(kind, calibrated, after) if math.isfinite(after) else math.inf
         if lost is not None and lost > WORSE:
             worse.append(name)
     return worse
@@ -186,5 +186,6 @@ def _training_signs(report: Report) -> list[Sign]:
             grade = "usable"
         elif not math.isfinite(calibrated) or _worsening(kind, calibrated, after) is None:
             grade = "not graded"
-        signs.append(Sign(f"{name} since calibration", metric_text(kind, calibrated, after, _ARROW), grade))
+        text = metric_text(kind, calibrated, after, _ARROW)
+        signs.append(Sign(f"{name} since calibration", text, grade))
     return signs

@@ -111,7 +111,8 @@ def measure_layer_errors(
     errors: list[LayerError] = []
     for layer in _worst_first(layers, weight_errors, inputs.errors(), output_errors):
         if layer.output is not None:
-            errors.append(replace(layer, feeds=tuple(feeds.readers[layer.name])))
+            readers = tuple(feeds.readers[layer.name])
+            errors.append(replace(layer, feeds=readers))
     return errors
 
 
@@ -170,7 +171,8 @@ def known_layer_errors(
             grid = _grid_of(layers[name], "input") if name in layers else None
             if grid is not None and grid.scale.numel() == 1:
                 device = grid.scale.device
-                inputs.update(name, counted_error(values.to(device), numbers.to(device), *grid))
+                error = counted_error(values.to(device), numbers.to(device), *grid)
+                inputs.update(name, error)
     return _worst_first(layers, _weight_errors(model, layers, collectives), inputs.errors(), {})
 
 
@@ -195,7 +197,8 @@ def _weight_errors(
                 grid = _grid_of(module, "weight")
                 if measures and matrix is not None and grid is not None:
                     rounded = read_qparams(module).get(ROUNDED)
-                    sums.update(name, grid_error(matrix, *grid, "weight", rounded=rounded))
+                    error = grid_error(matrix, *grid, "weight", rounded=rounded)
+                    sums.update(name, error)
         if layers and collectives.size > 1:
             sums.reduce_ranks(collectives)
     return sums.errors()
@@ -236,7 +239,8 @@ def _probe(
         with ExitStack() as stack:
             stack.callback(quantize_forward(module))
             quantized = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
-        outputs.update(name, difference_error(tokens_of(module, quantized), tokens_of(module, output)))
+        output_error = difference_error(tokens_of(module, quantized), tokens_of(module, output))
+        outputs.update(name, output_error)
         if not value.is_floating_point():
             return
         grid = _grid_of(module, "input")
@@ -249,7 +253,9 @@ def _probe(
         inputs.update(name, error)
         if counts is not None:
             support = support_of(value)
-            counts[name] = join_supports(counts[name], support) if name in counts else support
+            if name in counts:
+                support = join_supports(counts[name], support)
+            counts[name] = support
 
     return probe
 
@@ -261,5 +267,8 @@ def _worst_first(
     outputs: Mapping[str, TensorError],
 ) -> list[LayerError]:
     """The errors of layers from the errors of their tensors; layers of which nothing is known come last."""
-    errors = [LayerError(name, weights.get(name), inputs.get(name), outputs.get(name)) for name in layers]
+    errors = []
+    for name in layers:
+        error = LayerError(name, weights.get(name), inputs.get(name), outputs.get(name))
+        errors.append(error)
     return sorted(errors, key=lambda error: math.inf if math.isnan(error.sqnr) else error.sqnr)

@@ -93,8 +93,9 @@ class LayerSums:
         for sums in (self.sums, self.codes):
             total = collectives.reduce(sums.flatten().to(collectives.device), "sum")
             sums.copy_(total.view_as(sums))
-        ends = torch.cat([self.low, -self.high]).to(collectives.device)
-        low, high = collectives.reduce(ends, "min").chunk(2)
+        ends = torch.cat([self.low, -self.high])
+        least_ends = collectives.reduce(ends.to(collectives.device), "min")
+        low, high = least_ends.chunk(2)
         self.low.copy_(low)
         self.high.copy_(-high)
 
@@ -117,7 +118,10 @@ class LayerSums:
         errors: dict[str, TensorError] = {}
         for name, row in self._rows.items():
             if has_run[row]:
-                numbers = {key: column[row] for key, column in columns.items() if not math.isnan(column[row])}
+                numbers = {}
+                for key, column in columns.items():
+                    if not math.isnan(column[row]):
+                        numbers[key] = column[row]
                 errors[name] = TensorError(**numbers)
         return errors
 

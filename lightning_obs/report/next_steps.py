@@ -136,7 +136,8 @@ def _leave_out(run: _Run) -> Iterator[Step]:
     more_bytes = 0
     for name in poor:
         if name in report.layers:
-            more_bytes += report.layers[name].before - report.layers[name].after
+            layer = report.layers[name]
+            more_bytes += layer.before - layer.after
     reason = f"removes {percent(share)} of the {report.lost}"
     if more_bytes:
         reason += f", costs {human_size(more_bytes)}"
@@ -173,16 +174,17 @@ def _token_scales(run: _Run) -> Iterator[Step]:
     if scheme is None or run.report.options is None:
         return
     changes: dict[str, Any] = {"scheme": scheme, "observers": _weight_observers(run.report.options)}
-    reason = (
-        f"removes up to {percent(run.input_share)} of the noise, the inputs' part; dynamic: computed as the model runs"
-    )
+    share = percent(run.input_share)
+    reason = f"removes up to {share} of the noise, the inputs' part; dynamic: computed as the model runs"
     title = "Give each token a scale of its own"
-    yield Step("token_scales", title, reason, _calibration(run.report, **changes), changes, run.input_share)
+    python = _calibration(run.report, **changes)
+    yield Step("token_scales", title, reason, python, changes, run.input_share)
 
 
 def _observers(run: _Run) -> Iterator[Step]:
     """Observers chosen by measurement, for inputs with one scale."""
-    if _scheme_with_token_scales(run) is None or run.report.decisions.scores or run.report.decisions.choices:
+    decisions = run.report.decisions
+    if _scheme_with_token_scales(run) is None or decisions.scores or decisions.choices:
         return
     reason = f"inputs make {percent(run.input_share)} of the noise, and another range may suit them"
     python = _calibration(run.report, observers="auto")
@@ -201,13 +203,15 @@ def _rounding(run: _Run) -> Iterator[Step]:
     ):
         return
     for group in report.options.config.config_groups.values():
-        if group.weights is None or group.weights.type != "int" or group.weights.num_bits >= 8:
+        weights = group.weights
+        if weights is None or weights.type != "int" or weights.num_bits >= 8:
             return
     observers = {**_plain_observers(report.options), "weight": {"name": "hessian"}}
     changes = {"observers": observers, "rounding": "gptq"}
     reason = f"weights make {percent(run.weight_share)} of the {report.lost}"
     title = "Round the weights by what their inputs need"
-    yield Step("rounding", title, reason, _calibration(report, **changes), changes, run.weight_share)
+    python = _calibration(report, **changes)
+    yield Step("rounding", title, reason, python, changes, run.weight_share)
 
 
 def _untrained(run: _Run) -> Iterator[Step]:

@@ -46,11 +46,14 @@ def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
     >>> moved_texts({"run": "a", "divergence": 0.03125, "agreement": 0.93})
     {'KL [nats]': '0.03125', 'same top-1 [%]': '93.00'}
     """
-    divergence, agreement = row.get("divergence"), row.get("agreement")
-    texts = {} if divergence is None else {"KL [nats]": number(divergence)}
-    if agreement is None:
-        return texts
-    return texts | {"same top-1 [%]": f"{100 * agreement:.2f}"}
+    texts = {}
+    divergence = row.get("divergence")
+    if divergence is not None:
+        texts["KL [nats]"] = number(divergence)
+    agreement = row.get("agreement")
+    if agreement is not None:
+        texts["same top-1 [%]"] = f"{100 * agreement:.2f}"
+    return texts
 
 
 def human_size(size: float) -> str:
@@ -68,7 +71,11 @@ def human_size(size: float) -> str:
 
 def folder_size(folder: str | os.PathLike[str]) -> int:
     """Bytes of all files below a folder."""
-    return sum(path.stat().st_size for path in Path(folder).rglob("*") if path.is_file())
+    size = 0
+    for path in Path(folder).rglob("*"):
+        if path.is_file():
+            size += path.stat().st_size
+    return size
 
 
 def finite(value: Any, digits: int = 17) -> Any:

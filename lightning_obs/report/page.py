@@ -86,12 +86,14 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
     if judgement is None:
         judgement = judge(report, folder)
     data = _data(report, judgement)
-    write_text(folder / "report.html", _page(report, data))
+    page = _page(report, data)
+    write_text(folder / "report.html", page)
     write_text(folder / "report.json", as_json(data))
     if data["layers"]:
         rows = []
         for row in data["layers"]:
-            rows.append({key: value for key, value in row.items() if key not in _ONLY_PAGE})
+            csv_row = {key: value for key, value in row.items() if key not in _ONLY_PAGE}
+            rows.append(csv_row)
         write_csv(folder / "layers.csv", rows)
     return folder / "report.html"
 
@@ -130,7 +132,8 @@ def write_csv(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -
         writer = csv.DictWriter(file, list(columns))
         writer.writeheader()
         for row in rows:
-            writer.writerow({key: _csv_cell(value) for key, value in row.items()})
+            cells = {key: _csv_cell(value) for key, value in row.items()}
+            writer.writerow(cells)
 
 
 def _csv_cell(value: Any) -> Any:
@@ -154,7 +157,8 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["sensitivity_unit"] = report.decisions.sensitivity_unit
     data["frontier"] = report.decisions.frontier
     data["scores"] = report.decisions.scores
-    data["judgement"] = {**asdict(judgement), "signs": [sign._asdict() for sign in judgement.signs]}
+    data["judgement"] = asdict(judgement)
+    data["judgement"]["signs"] = [sign._asdict() for sign in judgement.signs]
     data["summary"] = _summary(report, judgement)
     data["lines"] = as_names(report.lines)
     data["engines"] = {}
@@ -171,29 +175,39 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
 
 def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
     """The facts beside the judgement, without its signs: ``[{"label", "value"}]``."""
-    texts = {} if report.result is None else report.result.facts()
-    texts = {**texts, **facts(report, "\N{RIGHTWARDS ARROW}")}
-    omitted = {*_LEFT_OUT, *(sign.label for sign in judgement.signs)}
+    texts: dict[str, str] = {}
+    if report.result is not None:
+        texts |= report.result.facts()
+    texts |= facts(report, "\N{RIGHTWARDS ARROW}")
+    omitted = set(_LEFT_OUT)
+    for sign in judgement.signs:
+        omitted.add(sign.label)
     entries: list[dict[str, str]] = []
     for name, text in texts.items():
         if name not in omitted:
             unbroken = text.replace(" %)", "\N{NO-BREAK SPACE}%)")  # a number stays with its percent sign
-            entries.append({"label": _LABELS.get(name, name), "value": unbroken})
+            label = _LABELS.get(name, name)
+            entries.append({"label": label, "value": unbroken})
     return entries
 
 
 def _page(report: Report, data: Mapping[str, Any]) -> str:
     """The text of ``report.html``."""
-    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    loader = FileSystemLoader(_TEMPLATES)
+    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     titles = {"share": f"share of the {report.lost} [%]"}
-    if report.decisions.sensitivity_unit:
-        titles["sensitivity"] = f"sensitivity [{report.decisions.sensitivity_unit}]"
+    unit = report.decisions.sensitivity_unit
+    if unit:
+        titles["sensitivity"] = f"sensitivity [{unit}]"
     columns = []
     for column in COLUMNS:
         title = titles.get(column.key, column.title)
         columns.append((column.key, title, column.digits, column.is_wide, column.smallest_first))
     # The page needs no more digits than it shows.
-    shown = finite(data, digits=4) | {"shown": columns, "poor": POOR_SQNR, "lost": report.lost}
+    shown = finite(data, digits=4)
+    shown["shown"] = columns
+    shown["poor"] = POOR_SQNR
+    shown["lost"] = report.lost
     shown["fused"] = [] if report.result is None else report.result.fused
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
@@ -231,8 +245,9 @@ def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
     total = total_loss(losses)
     if total:
         for layer in losses:
-            rows[layer.name]["share"] = 100 * layer.loss / total
-            rows[layer.name]["by_input"] = layer.input
+            row = rows[layer.name]
+            row["share"] = 100 * layer.loss / total
+            row["by_input"] = layer.input
     values_by_key = {
         "sensitivity": report.decisions.sensitivity,
         "loss": report.decisions.losses,

@@ -53,7 +53,8 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
     if result.fallback:
         lines.append(f"with the activations' range of their siblings: {name_list(result.fallback)}")
     if texts:
-        lines.append("  ".join(f"{name} {text}" for name, text in texts.items()))
+        named_texts = [f"{name} {text}" for name, text in texts.items()]
+        lines.append("  ".join(named_texts))
     return [*lines, *as_names(report.lines)]
 
 
@@ -73,7 +74,8 @@ def layer_table(errors: Sequence[LayerError]) -> Table:
     shown_titles = [titles[column] for column in columns]
     shown_rows = []
     for row in rows:
-        shown_rows.append([row[column] for column in columns])
+        cells = [row[column] for column in columns]
+        shown_rows.append(cells)
     return _table(shown_titles, shown_rows)
 
 
@@ -109,18 +111,18 @@ def comparison(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[
     cells = []
     for row in rows:
         moved = moved_texts(row)
-        cells.append(
-            [
-                str(row.get("run", "")),
-                *_quality_cells(row, named=len(metric_names) > 1),
-                *(moved.get(title, "") for title in moved_titles),
-                "" if row.get("size") is None else human_size(row["size"]),
-                _number_or_empty(row.get("seconds"), ".1f"),
-                _number_or_empty(row.get("worst_sqnr"), ".1f"),
-            ]
-        )
+        size = row.get("size")
+        row_cells = [str(row.get("run", ""))]
+        row_cells += _quality_cells(row, named=len(metric_names) > 1)
+        for title in moved_titles:
+            row_cells.append(moved.get(title, ""))
+        row_cells.append("" if size is None else human_size(size))
+        row_cells.append(_number_or_empty(row.get("seconds"), ".1f"))
+        row_cells.append(_number_or_empty(row.get("worst_sqnr"), ".1f"))
+        cells.append(row_cells)
     metric_title = str(*metric_names) if len(metric_names) == 1 else "metric"
-    return ["run", metric_title, "change [%]", *moved_titles, "size", "calibration [s]", "worst SQNR [dB]"], cells
+    titles = ["run", metric_title, "change [%]", *moved_titles, "size", "calibration [s]", "worst SQNR [dB]"]
+    return titles, cells
 
 
 def _quality_cells(row: Mapping[str, Any], named: bool) -> list[str]:
@@ -150,8 +152,10 @@ def frontier_table(plans: Sequence[MixedPlan], *, title: str = "frontier") -> Ta
         titles.append(f"{name} modules")
     rows = []
     for plan in plans:
-        counts = [str(plan.counts.get(name, 0)) for name in scheme_names]
-        rows.append([f"{plan.bits:.3f}", f"{plan.size / 1e6:.1f}", f"{plan.loss:.4g}", *counts])
+        row = [f"{plan.bits:.3f}", f"{plan.size / 1e6:.1f}", f"{plan.loss:.4g}"]
+        for name in scheme_names:
+            row.append(str(plan.counts.get(name, 0)))
+        rows.append(row)
     return _table(titles, rows, names=0, title=title)
 
 
@@ -180,6 +184,9 @@ def _number_or_empty(value: float | None, form: str) -> str:
 
 def print_report(report: RenderableType) -> None:
     """Print to the terminal, at a width that cuts no column of a table, wherever output goes."""
-    console = Console()
-    whole_width = Measurement.get(console, console.options.update(width=1000), report).maximum
-    Console(width=max(console.width, whole_width), highlight=False, soft_wrap=True).print(report)
+    terminal = Console()
+    wide_options = terminal.options.update(width=1000)
+    whole_width = Measurement.get(terminal, wide_options, report).maximum
+    width = max(terminal.width, whole_width)
+    console = Console(width=width, highlight=False, soft_wrap=True)
+    console.print(report)
