@@ -72,7 +72,8 @@ lean: .venv-lean/.installed
 	touch $@
 
 # The oldest releases that pyproject.toml allows; models of transformers need a newer transformers than the rest, which
-# lies apart. OLDEST_WITHOUT_MODELS are the tests that run without it.
+# lies apart. OLDEST_WITHOUT_MODELS are the tests that run without it. The tests of the callbacks run once more with
+# Lightning 2.5, which lies apart, too.
 OLDEST_WITHOUT_MODELS := tests/test_lean.py tests/numerics tests/fine_tuning tests/files tests/ranks
 # Of the extra test, without the docs' packages and lm-eval.
 OLDEST_TEST_PACKAGES := pytest pytest-xdist hypothesis tensorboard peft "jsonargparse[signatures]" scikit-learn build httpx typer
@@ -81,15 +82,18 @@ oldest: BIN = .venv-oldest/bin
 oldest: .venv-oldest/.installed
 	$(PYTEST) -m "$(FAST)" $(OLDEST_WITHOUT_MODELS)
 	PYTHONPATH=$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)"
+	PYTHONPATH=$(CURDIR)/.venv-oldest/lightning:$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)" tests/callbacks
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt Makefile
 	test -x .venv-oldest/bin/python || $(call interpreter,$(OLDEST_PYTHON)) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet --upgrade pip
 	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt torch
 	.venv-oldest/bin/python -m pip install --quiet -c constraints-oldest.txt -e ".[all]" $(OLDEST_TEST_PACKAGES)
-	rm -rf .venv-oldest/models
+	rm -rf .venv-oldest/models .venv-oldest/lightning
 	.venv-oldest/bin/python -m pip install --quiet --no-deps --target .venv-oldest/models \
 		transformers==5.17.0 tokenizers==0.23.1 safetensors==0.8.0 huggingface_hub==1.5.0
+	.venv-oldest/bin/python -m pip install --quiet --no-deps --target .venv-oldest/lightning \
+		lightning==2.5.0.post0 pytorch-lightning==2.5.0.post0
 	touch $@
 
 # The fast tests under each Python: all are tried, though one fails. From the package index torch comes with CUDA, which

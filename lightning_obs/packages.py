@@ -8,6 +8,7 @@ measured, so that its absence is one error with the command that installs it.
 from __future__ import annotations
 
 import importlib
+import platform
 from importlib.metadata import version
 from typing import Any
 
@@ -69,13 +70,14 @@ Got No module named 'onnx_of_nobody'. Remedy: pip install onnx_of_nobody
         ) from error
 
 
-def require_release(name: str, oldest: str, purpose: str) -> None:
+def require_release(name: str, oldest: str, purpose: str, python: str | None = None) -> None:
     """Raise a :class:`CalibrationError` where a package is older than ``purpose`` needs.
 
     Args:
         name: of the package, as pip knows it.
         oldest: the oldest release that serves.
         purpose: what the user asked for; the error begins with it.
+        python: the oldest Python for which there is such a release; None: any that this package runs on.
 
     >>> require_release("torch", "99.0", "a model of tomorrow")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -83,9 +85,9 @@ def require_release(name: str, oldest: str, purpose: str) -> None:
 Remedy: pip install -U "torch>=99.0"
     """
     installed = version(name)
-    if Version(installed) < Version(oldest):
-        raise CalibrationError(
-            f"{purpose} needs {name}>={oldest}",
-            got=f"{name} {installed}",
-            remedy=f'pip install -U "{name}>={oldest}"',
-        )
+    if Version(installed) >= Version(oldest):
+        return
+    remedy = f'pip install -U "{name}>={oldest}"'
+    if python is not None and Version(platform.python_version()) < Version(python):
+        remedy += f", under Python {python} or newer: there is none for Python {platform.python_version()}."
+    raise CalibrationError(f"{purpose} needs {name}>={oldest}", got=f"{name} {installed}", remedy=remedy)

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from lightning_obs import packages
+from lightning_obs import CalibrationError, packages
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted((ROOT / "lightning_obs").rglob("*.py"))
@@ -96,3 +96,14 @@ def test_the_releases_of_lightning_that_steal_credentials_are_shut_out(release):
     assert Version(release) not in lightning.specifier
     assert Version("2.4.0") in lightning.specifier
     assert Version("2.6.6") in lightning.specifier
+
+
+def test_a_release_that_the_running_python_does_not_have_is_said(monkeypatch):
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.10.13")
+    with pytest.raises(
+        CalibrationError, match=r'pip install -U "torch>=99", under Python 3\.11 or newer: .* none for Python 3\.10\.13'
+    ):
+        packages.require_release("torch", "99", "a model of tomorrow", python="3.11")
+    monkeypatch.setattr(packages.platform, "python_version", lambda: "3.11.7")
+    with pytest.raises(CalibrationError, match=r'Remedy: pip install -U "torch>=99"$'):
+        packages.require_release("torch", "99", "a model of tomorrow", python="3.11")

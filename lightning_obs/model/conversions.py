@@ -154,7 +154,8 @@ def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
     conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without a quantizer's conversions
     converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
     if converters:
-        require_release("transformers", _OLDEST_TO_ASK, f"{type(model).__name__}, whose weights transformers converts,")
+        purpose = f"{type(model).__name__}, whose weights transformers converts,"
+        require_release("transformers", _OLDEST_TO_ASK, purpose, python="3.11")
     return loading, converters
 
 

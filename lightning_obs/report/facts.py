@@ -21,6 +21,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import name_list
 from lightning_obs.model.weight import identities, whole_shape
+from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.logged_metrics import MetricKind, metric_kind, sorted_metrics
@@ -357,16 +358,16 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
     """
     assert session.result is not None
     targets = {target.name: target for target in session.plan.targets if not target.states}
-    with session.in_force():
-        sizes = _sizes(session.model)
     kinds: dict[str, tuple[int, int]] = {}
     sizes_of_modules: dict[str, tuple[int, int]] = {}
-    for name, size in sizes.items():
-        path, _, key = name.rpartition(".")
-        module = session.model.get_submodule(path)
-        kind = _kind(module, key, path in targets)
-        _add_size(kinds, kind, size)
-        _add_size(sizes_of_modules, path, size)
+    # The plan's names, and those of a checkpoint, are the merged model's.
+    with session.in_force(), without_wrappers(session.model), without_adapters(session.model):
+        for name, size in _sizes(session.model).items():
+            path, _, key = name.rpartition(".")
+            module = session.model.get_submodule(path)
+            kind = _kind(module, key, path in targets)
+            _add_size(kinds, kind, size)
+            _add_size(sizes_of_modules, path, size)
     layers: dict[str, LayerFacts] = {}
     for name, target in targets.items():
         size = sizes_of_modules.get(name, (0, 0))

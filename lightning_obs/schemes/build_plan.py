@@ -314,10 +314,14 @@ def _check_weights(weighted: Sequence[PlannedModule]) -> None:
 
 
 def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse adapters of peft other than LoRA on Linear modules, and any beside weights that FSDP1 shards."""
+    """Refuse adapters of peft other than LoRA on Linear modules, and any beside weights that FSDP1 shards.
+
+    A model that was merged or unloaded by peft 0.18 or older still has a ``peft_config``, but no module of peft.
+    """
     layers = [module for module in model.modules() if hasattr(module, "base_layer") and hasattr(module, "merged")]
     are_all_lora = bool(layers) and all(map(is_adapted, layers))
-    has_other_adapters = hasattr(model, "peft_config") and not are_all_lora
+    has_modules_of_peft = any(type(module).__module__.startswith("peft.") for module in model.modules())
+    has_other_adapters = hasattr(model, "peft_config") and has_modules_of_peft and not are_all_lora
     if hasattr(model, "get_base_model") or has_other_adapters:
         raise CalibrationError(
             f"{type(model).__name__} holds adapters beside its weights",

@@ -11,9 +11,10 @@ from transformers import AutoConfig, CompressedTensorsConfig
 from lightning_obs import CalibrationSession, export_checkpoint, quantized
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.conversions import initializer_fault, names_in_files
-from tests.support.versions import converted_weights, needs_architectures
+from tests.support.versions import converted_weights, needs_architectures, needs_release
 
 pytestmark = converted_weights
+splits_weights_of_dinov2 = needs_release("transformers", "5.21", "it loads the weights of DINOv2 as they are")
 
 W4 = {"weights": {"num_bits": 4, "group_size": 32}}
 SIZES = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -117,6 +118,7 @@ def test_names_of_modules_that_are_one_in_files_are_their_own():
     assert names_in_files(model, names)[names[1]] != names[1]
 
 
+@splits_weights_of_dinov2
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8"])
 @pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 def test_an_architecture_whose_loader_splits_a_weight_that_it_has_not_is_refused(scheme, engine):
@@ -128,6 +130,7 @@ def test_an_architecture_whose_loader_splits_a_weight_that_it_has_not_is_refused
     CalibrationSession(model, scheme, engines="unchecked")
 
 
+@splits_weights_of_dinov2
 def test_the_loader_does_fail_on_it(tmp_path):
     model, inputs = make("dinov2 ImageClassification")
     with pytest.raises(ValueError, match="one to many"):

@@ -280,7 +280,8 @@ def adapted():
     """A calibrated model whose first layer has LoRA adapters, and inputs of it."""
     torch.manual_seed(0)
     config = peft.LoraConfig(target_modules=["0"], r=4, init_lora_weights=False)
-    with warnings.catch_warnings(action="ignore"):  # of peft's imports
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # said by peft's imports
         wrapper = peft.get_peft_model(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)), config)
     model, data = wrapper.get_base_model().eval(), torch.randn(4, 8)
     with CalibrationSession(model, "INT8_STATIC"):

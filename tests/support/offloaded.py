@@ -45,7 +45,7 @@ def on_disk(source: Path, folder: Path) -> nn.Module:
 
 def compressed_tensors_disk(source: Path, folder: Path) -> nn.Module:
     with load_offloaded_model(AutoModelForCausalLM):
-        model = AutoModelForCausalLM.from_pretrained(source, device_map="disk", offload_folder=str(folder / "ct"))
+        model = AutoModelForCausalLM.from_pretrained(source, device_map={"": "disk"}, offload_folder=str(folder / "ct"))
     return model.eval()
 
 

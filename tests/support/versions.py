@@ -23,13 +23,13 @@ def checkpointing_of(model):
 
 
 def is_said_to_be_too_old(error: BaseException) -> bool:
-    """Whether the error, of the package or of a test that expected another one, says that a release is too old.
+    """Whether the error, of the package or of a test that expected something else, says that a release is too old.
 
     It is False where the installed release is as new as the error asks for.
     """
     words = re.search(r"needs (\S+)>=(\S+?)[.] Got (\S+) (\S+?)[.] Remedy: pip install -U", str(error))
     if words is None:
-        return False
+        return error.__context__ is not None and is_said_to_be_too_old(error.__context__)
     package, oldest = words[1], Version(words[2])
     return words[3] == package and Version(version(package)) < oldest
 

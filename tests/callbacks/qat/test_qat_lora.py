@@ -22,6 +22,7 @@ from lightning_obs import (
 )
 from tests.conftest import VOCAB
 from tests.support.lightning_package import L
+from tests.support.versions import needs_release
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
@@ -133,6 +134,7 @@ def test_export_writes_what_it_writes_after_merging_and_the_model_keeps_its_adap
     assert files(tmp_path / "apart") == files(tmp_path / "merged") == files(tmp_path / "end")
 
 
+@needs_release("peft", "0.19.1", "transformers asks for it")
 def test_adapters_that_transformers_added_are_merged_too(tiny_llama, batches, tmp_path):
     model = tiny_llama().train()
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False))
