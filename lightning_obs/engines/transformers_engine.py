@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable
+from importlib.metadata import version
 from typing import ClassVar
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from packaging.version import Version
 from torch import nn
 from typing_extensions import override
 
@@ -30,6 +32,8 @@ from lightning_obs.moe.experts import SortedExperts, fused_experts, linear_exper
 from lightning_obs.schemes.config import number_format
 from lightning_obs.schemes.planned_modules import PlannedModule
 
+#: the first release that dequantizes while it loads
+_OLDEST_THAT_STAYS_DENSE = "5.23"
 _UNCHECKED = 'set engines="vllm" if vLLM will load it, or engines="unchecked".'
 _DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensorsConfig(dequantize=True)'
 
@@ -56,6 +60,8 @@ class Transformers(Engine):
             _check_experts(planned, self.dequantize)
         if self.dequantize:
             _check_dequantized(planned, in_transformers)
+            if packed and not _dequantizes_while_loading():
+                _check_initializer(planned.model, packed)
             return None
         for target in planned.targets:
             if target.scheme.weights is not None:
@@ -97,18 +103,26 @@ def _check_arguments(planned: PlannedCheckpoint) -> None:
     )
 
 
+def _dequantizes_while_loading() -> bool:
+    """Whether transformers dequantizes each weight as it reads it; older releases load it packed first."""
+    return Version(version("transformers")) >= Version(_OLDEST_THAT_STAYS_DENSE)
+
+
 def _check_initializer(model: nn.Module, packed: Collection[str]) -> None:
     """Refuse packed weights of a model that initializes weights while it loads."""
     fault = initializer_fault(model, packed)
     if fault is None:
         return
     module_name, problem = fault
+    dequantized = f"{_DEQUANTIZED})"
+    if not _dequantizes_while_loading():
+        dequantized += f" with transformers>={_OLDEST_THAT_STAYS_DENSE}"
     raise CalibrationError(
-        f"transformers 5.23 cannot load packed weights of {type(model).__name__}, which initializes weights while it "
-        "loads",
+        f"transformers {version('transformers')} cannot load packed weights of {type(model).__name__}, which "
+        "initializes weights while it loads",
         where=[module_name],
         got=problem,
-        remedy=f"list it, or the modules in it, in `ignore`, {_DEQUANTIZED}), use a scheme that is not packed "
+        remedy=f"list it, or the modules in it, in `ignore`, {dequantized}, use a scheme that is not packed "
         f"(FP8, INT8), or {_UNCHECKED}",
     )
 

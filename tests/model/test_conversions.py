@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import AutoConfig, CompressedTensorsConfig
 
 from lightning_obs import CalibrationSession, export_checkpoint, quantized
+from lightning_obs.engines import transformers_engine
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.conversions import initializer_fault, names_in_files
 from tests.support.versions import converted_weights, needs_architectures, needs_release
@@ -152,7 +156,23 @@ def test_packed_weights_that_a_class_initializes_are_refused_and_load_dequantize
     with pytest.raises(CalibrationError, match=expected):
         CalibrationSession(model, W4)
     CalibrationSession(model, "FP8_DYNAMIC")
-    assert difference_after_loading(model, inputs, tmp_path / "m", W4, "dequantize") == 0
+    if Version(version("transformers")) >= Version("5.23"):
+        assert difference_after_loading(model, inputs, tmp_path / "m", W4, "dequantize") == 0
+    else:
+        with pytest.raises(CalibrationError, match=rf"{expected}.*with transformers>=5\.23"):
+            CalibrationSession(model, W4, engines="dequantize")
+
+
+@pytest.mark.parametrize("installed", ["5.22.2", "5.23.0"])
+def test_before_5_23_packed_weights_that_a_class_initializes_are_not_dequantized_either(installed, monkeypatch):
+    """The older release makes the packed modules first, and dequantizes them when all is loaded."""
+    model, _ = make("t5 Seq2SeqLM")
+    monkeypatch.setattr(transformers_engine, "version", {"transformers": installed}.__getitem__)
+    if installed == "5.23.0":
+        CalibrationSession(model, W4, engines="dequantize")
+        return
+    with pytest.raises(CalibrationError, match=r"transformers 5\.22\.2 cannot load packed.*with transformers>=5\.23"):
+        CalibrationSession(model, W4, engines="dequantize")
 
 
 def test_the_loader_does_fail_on_packed_weights_that_a_class_initializes(tmp_path):
