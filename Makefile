@@ -56,7 +56,8 @@ nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
 	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
 	$(MAKE) --no-print-directory lean
-	@echo "not part of it until they are green: make oldest, make pythons (README)"
+	$(MAKE) --no-print-directory oldest
+	@echo "not part of it until it has run whole: make pythons (README)"
 
 # A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
 lean: .venv-lean/.installed
