@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
 from accelerate import cpu_offload, disk_offload
 from compressed_tensors.offload import load_offloaded_model, set_onload_device
+from packaging.version import Version
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -44,8 +46,10 @@ def on_disk(source: Path, folder: Path) -> nn.Module:
 
 
 def compressed_tensors_disk(source: Path, folder: Path) -> nn.Module:
+    # compressed-tensors 0.19 does not take the word; 0.20 looks for an accelerator unless it is the word.
+    device_map = "disk" if Version(version("compressed-tensors")) >= Version("0.20") else {"": "disk"}
     with load_offloaded_model(AutoModelForCausalLM):
-        model = AutoModelForCausalLM.from_pretrained(source, device_map={"": "disk"}, offload_folder=str(folder / "ct"))
+        model = AutoModelForCausalLM.from_pretrained(source, device_map=device_map, offload_folder=str(folder / "ct"))
     return model.eval()
 
 
