@@ -110,7 +110,7 @@ def test_torch_alone_finds_the_ranges_of_the_compiled_loops(monkeypatch, weight,
 def test_long_searches_propose_numba_once():
     slow_steps = launch.SlowSteps(limit=100)
     slow_steps.add(60)
-    message = r'numba cannot be imported \(.*\).* 10 to 20 times as fast.*pip install "lightning-obs\[fast\]"'
+    message = r'numba cannot be imported \(.*\).* about ten times as fast.*pip install "lightning-obs\[fast\]"'
     with pytest.warns(UserWarning, match=message):
         slow_steps.add(60)
     with warnings.catch_warnings():

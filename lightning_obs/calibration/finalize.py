@@ -331,7 +331,10 @@ def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torc
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
-    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now."""
+    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now.
+
+    Observers that do not declare their statistics keep them where they are: they may hold anything.
+    """
     places: list[tuple[Observer, str]] = []
     tensors: list[torch.Tensor] = []
     for observer in observers.values():

@@ -267,7 +267,7 @@ class _ActivationHook:
         return self._select(weighed, mask, "tokens")
 
     def _select(self, value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of an activation that count."""
+        """The rows of an activation that the mask does not exclude; an expert's, by the tokens that it was given."""
         selection = self._readers.selection
         if self._experts is None:
             return selection.of(value, mask, self._target.name, layout)

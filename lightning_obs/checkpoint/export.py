@@ -144,7 +144,10 @@ def _refuse_unmergeable(model: nn.Module) -> None:
 
 
 def _refuse_misfits(model: nn.Module) -> None:
-    """Raise a CalibrationError for quantization parameters whose shapes or values do not fit the schemes."""
+    """Raise a CalibrationError for quantization parameters whose shapes or values do not fit the schemes.
+
+    Those of attention states are not checked here.
+    """
     planned = []
     for name, module in calibrated_modules(model):
         scheme = get_scheme(module)

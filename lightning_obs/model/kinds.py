@@ -157,7 +157,11 @@ def holds_parameters(module: nn.Module) -> bool:
 
 
 def count_heads(model: Any) -> dict[str, int]:
-    """Heads of q, k and v for which compressed-tensors allocates scales when it loads a checkpoint of ``model``."""
+    """How many heads the q, k and v of a transformers model, or of its attention module, have.
+
+    As compressed-tensors counts them when it loads a checkpoint and allocates scales per head; the shapes of such
+    scales are checked by it (``schemes/``).
+    """
     configs = (module.config for module in model.modules() if hasattr(module, "config"))
     config = next(configs).get_text_config(decoder=True)
     kv_heads = get_num_kv_heads(config)

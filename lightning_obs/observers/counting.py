@@ -277,7 +277,7 @@ class SearchedRange(NamedTuple):
 
 
 def least_divergence(observer: CountingObserver) -> MinMaxTuple:
-    """The ranges of the criterion ``entropy``: for each of S scales, the one that diverges least, ``(S,)`` each.
+    """The ranges of the criterion ``entropy``: for each of S scales, the one that diverges least, ``(1, S)`` each.
 
     The divergence is that of the distribution of quantized values from the observed one.
     """

@@ -377,34 +377,34 @@ def _user_lines(error: BaseException) -> list[str]:
 
 
 def _save(program: Any, file: Path, overwrite: bool) -> None:
-    """Write a traced program; a large model's weights go to one file beside it.
+    """Write a traced program; called by :func:`export_onnx`, last. Weights that are too large lie beside the file.
 
-    That file has a name of its own for each content, ``model.onnx.<checksum>.data``. So it can be there before the
+    They have a name of their own for each content, ``model.onnx.<checksum>.data``. So they can be there before the
     model takes its name, and a model that is replaced keeps its weights until the new one is complete.
     """
     import onnx_ir as ir
 
     model = program.model
     stored = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
-    if sum(tensor.nbytes for tensor in stored) <= _LARGEST_FILE:
-        with whole_file(file, overwrite) as partial_file:
-            ir.save(model, partial_file)
-        return
-    earlier = _weight_files_of(file)
-    checksum = 0
-    for tensor in stored:
-        checksum = zlib.crc32(tensor.tobytes(), checksum)
-    weights = file.with_name(f"{file.name}.{checksum:08x}.data")
-    was_there = weights.exists()
+    earlier_weights = _weight_files_of(file)
+    weights = None
+    if sum(tensor.nbytes for tensor in stored) > _LARGEST_FILE:
+        checksum = 0
+        for tensor in stored:
+            checksum = zlib.crc32(tensor.tobytes(), checksum)
+        weights = file.with_name(f"{file.name}.{checksum:08x}.data")
     try:
         with whole_file(file, overwrite) as partial_file:
-            ir.save(model, partial_file, external_data=weights.name)
-            os.replace(partial_file.with_name(weights.name), weights)
+            if weights is None:
+                ir.save(model, partial_file)
+            else:
+                ir.save(model, partial_file, external_data=weights.name)
+                os.replace(partial_file.with_name(weights.name), weights)
     except BaseException:
-        if not was_there:
+        if weights is not None and weights not in earlier_weights:
             weights.unlink(missing_ok=True)
         raise
-    for old_file in earlier:
+    for old_file in earlier_weights:
         if old_file != weights:
             old_file.unlink(missing_ok=True)
 

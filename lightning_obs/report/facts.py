@@ -135,11 +135,13 @@ class Decisions:
     Attributes:
         sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
         sensitivity_unit: see ``sensitivity``.
-        losses: of each module with the scheme that was chosen for it, in the unit of ``frontier``.
+        losses: of each module with the scheme that was chosen for it, in the unit of the losses in ``frontier``: that
+            which the choice has estimated (nats of divergence, for language models).
         choices: the scheme that was chosen for each module.
         frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``; a point may have ``"mark"``: ``"chosen"``,
             ``"measured"`` or ``"full precision"``.
-        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``.
+        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``: the base name of the tensors
+            (``"weight"``, ``"input"``), the observer, the loss with it, and how many tensors it was chosen for.
     """
 
     sensitivity: Mapping[str, float] = field(default_factory=dict)

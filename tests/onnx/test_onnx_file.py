@@ -312,6 +312,9 @@ def test_an_export_that_fails_leaves_a_large_model_with_its_weights(tmp_path, mo
     export_onnx(other, file, x, overwrite=True)
     assert len(list(tmp_path.iterdir())) == 2  # the old weights are gone
     assert not torch.equal(run(file, x), expected)
+    monkeypatch.undo()
+    export_onnx(other, file, x, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
 # ---------------------------------------------------------------------- what engines do with it

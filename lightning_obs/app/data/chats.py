@@ -82,7 +82,8 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
 
 
 def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
-    """The length of a chat's opening (:attr:`Chat.opening`) in characters: where the first user message begins.
+    """The length of a chat's opening (:attr:`Chat.opening`) in characters: where the first message begins that is no
+    system message.
 
     Args:
         chat: the text that the template made.

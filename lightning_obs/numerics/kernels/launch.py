@@ -78,7 +78,7 @@ class SlowSteps:
         if before <= self.limit < self.steps:
             warn(
                 f"numba cannot be imported ({numba_fault()}), so ranges are searched by torch's operations. With it "
-                f"the search is 10 to 20 times as fast, and finds the same ranges: {install_command('numba')}"
+                f"the search is about ten times as fast, and finds equally good ranges: {install_command('numba')}"
             )
 
 

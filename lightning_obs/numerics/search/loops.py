@@ -1,7 +1,7 @@
 """The loops of a search: each computes the errors of candidates on some rows, and the search calls one of them.
 
 Torch's operations run on any device and know Hessians. On a GPU a loop of Triton takes their place, on a CPU one of
-numba: neither keeps the errors of single values in memory, so they are 10 to 40 times as fast. They round otherwise in
+numba: neither keeps the errors of single values in memory, so they are about ten times as fast. They round otherwise in
 the last bits, and an error is off by up to 4e-6: of two candidates that are closer, either may be chosen.
 """
 

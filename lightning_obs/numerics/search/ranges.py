@@ -35,7 +35,7 @@ from lightning_obs.numerics.search.loops import Loop, loop_for
 from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
 
 # Errors that are kept at once.
-_ERRORS = 1 << 21
+_ERRORS = 1 << 20
 
 
 def search_range(
