@@ -25,7 +25,7 @@ FILES_OF_EXTRAS = {
     "fast": (
         "lightning_obs/numerics/kernels/jit.py",
         "lightning_obs/numerics/kernels/loops.py",
-        "lightning_obs/numerics/search/cpu_",
+        "lightning_obs/numerics/search/arithmetic.py",
     ),
     "onnx": ("lightning_obs/onnx/graph.py",),
 }

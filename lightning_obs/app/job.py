@@ -55,7 +55,9 @@ class Job:
         self.trainer = make_trainer(self.config, callback)
 
     def load(self) -> None:
-        """Load model and data, after checks of the folder to write to and the files to read. ``Task.check`` calls this.
+        """Load model and data, after checks of the folder to write to and the files to read.
+
+        ``Calibrate.check`` calls this.
 
         Raises:
             CalibrationError: a folder that exists; data or a model that cannot be read; a typed ``ignore`` that matches

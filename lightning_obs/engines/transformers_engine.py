@@ -73,11 +73,9 @@ class Transformers(Engine):
 
 @Engine.register("dequantize")
 class Dequantized(Transformers):
-    """``from_pretrained`` with ``CompressedTensorsConfig(dequantize=True)``: the weights in full precision.
+    """``from_pretrained`` with ``CompressedTensorsConfig(dequantize=True)``: the weights in full precision."""
 
-    transformers under another setting: its verdict has the name of transformers, too.
-    """
-
+    name = "transformers with dequantize=True"
     listed = False  # a run reports it only where ``engines`` names it
     dequantize = True
 

@@ -162,7 +162,7 @@ def is_inside_quantized(module: nn.Module) -> bool:
 def keep_out_of_copies(
     module: nn.Module, take_out: TakeOut, remove: Callable[[], None] | None = None
 ) -> Callable[[], None]:
-    """Keep something that the caller has put on a module out of the module's copies.
+    """Keep something that is on a module out of the module's copies.
 
     Args:
         module: any module of the user's.

@@ -184,7 +184,10 @@ class NumberGrid(NamedTuple):
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The error of quantizing and dequantizing a float32 tensor; scale and zero point broadcast against it."""
+        """The error of quantizing and dequantizing a float32 tensor; scale and zero point broadcast against it.
+
+        Called by the searches for ranges.
+        """
         steps = value / scale
         if zero_point is not None:
             steps.add_(zero_point)

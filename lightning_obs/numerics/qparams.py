@@ -292,7 +292,7 @@ def compute_global_scale(
 ) -> torch.Tensor | None:
     """Global scale of a fused set: from the largest magnitude among all members' ranges.
 
-    Called for an observer's own set (``observers/fused.py``), and by the Hessian observers for the widest range.
+    Called for an observer's own set (``observers/observer.py``), and by the Hessian observers for the widest range.
 
     Args:
         ranges: (min, max) of every member of the group, any shapes.

@@ -19,7 +19,8 @@ def copy_other_files(folder: Path, new_folder: Path) -> None:
     """Copy the files beside a source's weights into a new checkpoint; files that exist there already stay.
 
     Left out are weights, hidden files and the list of an export's files. A warning names weights that transformers does
-    not read, such as ``consolidated.safetensors``. Every export from files calls this, and the command line's exports.
+    not read, such as ``consolidated.safetensors``. ``quantize_checkpoint`` calls this before it writes weights,
+    ``calibrate_layerwise`` and the command line at their end.
 
     Args:
         folder: of the source.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
 
@@ -65,6 +66,13 @@ def test_what_transformers_cannot_load_back_is_refused_with_the_way_out(
 )
 def test_what_transformers_can_load_back_is_planned(tiny_llama, scheme, dtype, options):
     assert plan(tiny_llama(dtype), scheme, **(options or {"ignore": "lm_head"})).targets
+
+
+def test_a_dequantizing_load_has_a_verdict_of_its_own(tiny_llama):
+    model = tiny_llama(torch.bfloat16)
+    engines = CalibrationSession(model, "W4A16_ASYM", ignore=["lm_head"], engines=["vllm", "dequantize"]).engines
+    assert not engines["transformers"].loads
+    assert engines["transformers with dequantize=True"].loads
 
 
 @pytest.mark.parametrize(("engine", "refused"), [("transformers", False), ("dequantize", True), ("unchecked", False)])

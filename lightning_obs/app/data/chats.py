@@ -24,7 +24,7 @@ _EMPTY_LINE = "\n\n"
 class Chat(str):
     """The text of a chat as the template writes it, with its special tokens."""
 
-    #: length in characters of the text before the first message of a user: marks, date, tools, the system's prompt
+    #: characters before the first message that is no system message: marks, date, tools, the system's prompt
     opening: int = 0
 
 
@@ -90,7 +90,8 @@ def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
         messages: of the chat.
 
     Returns:
-        0 if a message's text is not found in the chat, because the template changes it.
+        0 if a message's text is empty or not found in the chat, because the template changes it, or if all are the
+        system's.
     """
     end = 0
     for message in messages:

@@ -61,7 +61,8 @@ def numba_fault() -> str | None:
 class SlowSteps:
     """Counts the steps that torch's operations make because numba is not installed, and proposes numba once.
 
-    The range search on a CPU (``search/cpu.py``) holds one for the process.
+    The range search on a CPU (``search/numba_loop.py``) holds one for the process, and adds to it where it cannot
+    compile its loop.
 
     Args:
         limit: the number of steps up to which nothing is said.
