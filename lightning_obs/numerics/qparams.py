@@ -24,6 +24,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import (
     calculate_qparams,
+    calculate_range,
     generate_gparam,
     maybe_pad_tensor_for_block_quant,
 )
@@ -341,10 +342,22 @@ def compute_qparams(
         ``args.zp_dtype``, ``global_scale`` as given.
     """
     with no_upload(min_vals.device):
+        _keep_range_readable(args, min_vals.device)
         scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale=global_scale)
     if signed:
         scale = signed_scale(min_vals, max_vals, args)
     return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
+
+
+def _keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
+    """Let compressed-tensors make the ends of a format's range outside of inference mode, in which a validation runs.
+
+    It keeps these two tensors for the process. Made in inference mode, no forward of its own that computes gradients
+    could read them.
+    """
+    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
+        with torch.inference_mode(False):
+            calculate_range(args, device)
 
 
 def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

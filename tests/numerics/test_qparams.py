@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
+from compressed_tensors.quantization.utils import calculate_range
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,3 +103,11 @@ def test_a_number_becomes_a_tensor_of_an_accelerator_without_an_upload():
     with Operations() as operations:
         compute_qparams(low, high, QuantizationArgs(num_bits=4))
     assert "full" in operations.names
+
+
+def test_what_compressed_tensors_keeps_of_a_validation_can_be_read_where_gradients_are_computed():
+    args = QuantizationArgs(num_bits=13)  # which no other test uses: it keeps them by format
+    low, high = torch.tensor([-1.0]), torch.tensor([1.0])
+    with torch.inference_mode():
+        compute_qparams(low, high, args)
+    assert not any(end.is_inference() for end in calculate_range(args, low.device))

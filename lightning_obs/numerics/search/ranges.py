@@ -34,8 +34,9 @@ from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.loops import Loop, loop_for
 from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
 
-# Errors that are kept at once.
-_ERRORS = 1 << 20
+# Errors that are kept at once: on a CPU few, which stay near the core, else as many as few launches make.
+_ERRORS_ON_CPU = 1 << 20
+_ERRORS = 1 << 21
 
 
 def search_range(
@@ -127,7 +128,8 @@ class _Visit:
 
     def _improved_parts(self) -> Iterator[torch.Tensor]:
         """Which candidates improve the rows of each part, ``(C, r)``."""
-        length = _ERRORS // len(self.factors)
+        at_once = _ERRORS_ON_CPU if self.rows.device.type == "cpu" else _ERRORS
+        length = at_once // len(self.factors)
         for part in self.rows.parts(slice(0, self.rows.count), length):
             yield improves(self._errors(part, self.factors))
 
