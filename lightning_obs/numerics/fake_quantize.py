@@ -32,7 +32,7 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.formats import NumberGrid, format_of
-from lightning_obs.numerics.qparams import no_upload, split_blocks
+from lightning_obs.numerics.qparams import keep_range_readable, no_upload, split_blocks
 
 _GROUPED = (QuantizationStrategy.GROUP, QuantizationStrategy.TENSOR_GROUP)
 #: scale, zero point, args, global scale
@@ -132,6 +132,7 @@ def fake_quantize_dynamic(
     if value.numel() == 0:
         return value
     with torch.no_grad(), no_upload(value.device):
+        keep_range_readable(args, value.device)
         observed = value.detach()
         scale, zero_point = compute_dynamic_scales_and_zp(observed, args, nn.Identity(), global_scale)
     if global_scale is not None:
@@ -252,6 +253,7 @@ def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     has_dtype = number is None or number.dtype is not None
     computed_dtype = torch.promote_types(value.dtype, scale.dtype)
     if has_dtype or computed_dtype == torch.float64:
+        keep_range_readable(args, value.device)
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     levels, step = _in_steps(value, qparams)
     if zero_point is None:

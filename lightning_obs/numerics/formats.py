@@ -15,7 +15,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.numerics.qparams import no_upload, signed_scale
+from lightning_obs.numerics.qparams import keep_range_readable, no_upload, signed_scale
 
 
 class NumberFormat(NamedTuple):
@@ -160,6 +160,7 @@ class NumberGrid(NamedTuple):
         if self.global_scale is None and args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
         with no_upload(low.device):
+            keep_range_readable(args, low.device)
             scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)
         if self.global_scale is not None:
             return scale.float() / self.global_scale, None

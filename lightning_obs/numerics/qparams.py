@@ -245,6 +245,19 @@ class _Filled(TorchFunctionMode):
         return function(*args, **keywords)
 
 
+def keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
+    """Let compressed-tensors make the ends of a format's range outside of inference mode, in which a validation runs.
+
+    It keeps these two tensors for the process. Made in inference mode, no forward of its own that computes gradients
+    could read them. Called before each call of compressed-tensors that reads them.
+    """
+    if torch.compiler.is_compiling():  # asked first: the compiler knows no inference mode
+        return
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            calculate_range(args, device)
+
+
 @contextmanager
 def exact_products() -> Iterator[None]:
     """A block in which products of float32 matrices are float32, for any ``torch.set_float32_matmul_precision``.
@@ -342,22 +355,11 @@ def compute_qparams(
         ``args.zp_dtype``, ``global_scale`` as given.
     """
     with no_upload(min_vals.device):
-        _keep_range_readable(args, min_vals.device)
+        keep_range_readable(args, min_vals.device)
         scale, zero_point = calculate_qparams(min_vals, max_vals, args, global_scale=global_scale)
     if signed:
         scale = signed_scale(min_vals, max_vals, args)
     return {"scale": scale, "zero_point": zero_point, "global_scale": global_scale}
-
-
-def _keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
-    """Let compressed-tensors make the ends of a format's range outside of inference mode, in which a validation runs.
-
-    It keeps these two tensors for the process. Made in inference mode, no forward of its own that computes gradients
-    could read them.
-    """
-    if torch.is_inference_mode_enabled() and not torch.compiler.is_compiling():
-        with torch.inference_mode(False):
-            calculate_range(args, device)
 
 
 def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_obs.numerics import compute_global_scale, compute_qparams
+from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
+from lightning_obs.numerics.formats import NumberGrid
 
 INT8 = QuantizationArgs(num_bits=8)
 INT8_ASYMMETRIC = QuantizationArgs(num_bits=8, symmetric=False)
@@ -105,9 +107,19 @@ def test_a_number_becomes_a_tensor_of_an_accelerator_without_an_upload():
     assert "full" in operations.names
 
 
-def test_what_compressed_tensors_keeps_of_a_validation_can_be_read_where_gradients_are_computed():
-    args = QuantizationArgs(num_bits=13)  # which no other test uses: it keeps them by format
-    low, high = torch.tensor([-1.0]), torch.tensor([1.0])
+ONE, TWO = torch.tensor([1.0]), torch.tensor([[-1.0, 2.0]])
+#: by a number of bits that no other test uses, since compressed-tensors keeps what it makes by format
+CALLS = {
+    11: lambda args: fake_quantize(TWO, ONE, None, args),
+    12: lambda args: fake_quantize_dynamic(TWO, args.model_copy(update={"strategy": "token", "dynamic": True})),
+    13: lambda args: compute_qparams(-ONE, ONE, args),
+    14: lambda args: NumberGrid.of(args).qparams(-ONE, ONE),
+}
+
+
+@pytest.mark.parametrize("bits", CALLS)
+def test_what_compressed_tensors_keeps_of_a_validation_can_be_read_where_gradients_are_computed(bits):
+    args = QuantizationArgs(num_bits=bits, strategy="tensor")
     with torch.inference_mode():
-        compute_qparams(low, high, args)
-    assert not any(end.is_inference() for end in calculate_range(args, low.device))
+        CALLS[bits](args)
+    assert not any(end.is_inference() for end in calculate_range(args, ONE.device))
