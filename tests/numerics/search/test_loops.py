@@ -154,7 +154,7 @@ def test_scales_are_those_of_compressed_tensors(name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("preset", ["MXFP4", "MXFP8", "MXFP6A16"])
+@pytest.mark.parametrize("preset", ["MXFP4", "MXFP8", *(["MXFP6A16"] if HAS_FLOATS_OF_6_BITS else [])])
 def test_powers_of_two_are_those_of_compressed_tensors_up_to_the_ends_of_float32(preset, dtype):
     grid = NumberGrid.of(preset_name_to_scheme(preset, ["Linear"]).weights)
     exponents = torch.arange(-149, 128, dtype=torch.float64)
