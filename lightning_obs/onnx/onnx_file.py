@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, quantize
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse, require_bool
@@ -34,15 +34,14 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import from_matrix, kind_of
 from lightning_obs.model.module_qparams import (
-    ROUNDED,
     args_of,
     calibrated_modules,
     get_scheme,
     quantized_states,
-    read_qparams,
 )
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import in_shards, whole_matrix, whole_shape
+from lightning_obs.model.stored import StoredRange, stored_range, stored_weight
+from lightning_obs.model.weight import in_shards, whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.packages import import_package, require_release
 
@@ -220,22 +219,19 @@ class _QdqWriter:
         self.attributes: dict[str, dict[str, Any]] = {}
         #: integers, scales and zero points, by the names of their buffers
         self.buffers: dict[str, torch.Tensor] = {}
-        qparams = read_qparams(module)
-        for base, args in scheme_args(get_scheme(module)):
-            scale = qparams[f"{base}_scale"]
-            zero_point = qparams.get(f"{base}_zero_point")
-            if zero_point is None:
-                zero_point = torch.zeros_like(scale)
-            zero_point = zero_point.to(torch.int8)
+        for base, _ in scheme_args(get_scheme(module)):
+            stored = stored_range(module, base)
+            assert stored is not None  # dynamic ranges are refused
+            zero_point = stored.zero_point
             if base == "weight":
-                self.attributes[base] = self._weight_attributes(args)
-                self.buffers["weight_codes"] = self._weight_codes(args, scale, zero_point, qparams.get(ROUNDED))
+                self.attributes[base] = self._weight_attributes(stored.args)
+                self.buffers["weight_codes"] = self._weight_codes()
             else:
                 self.attributes[base] = {}
-                if not (args.symmetric and signed):
+                if not (stored.args.symmetric and signed):
                     zero_point = (zero_point.short() + 128).to(torch.uint8)
-            shape = _onnx_shape(scale, args)
-            self.buffers[f"{base}_step"] = scale.float().reshape(shape)
+            shape = _onnx_shape(stored)
+            self.buffers[f"{base}_step"] = stored.scale.float().reshape(shape)
             self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
 
     def _weight_attributes(self, args: QuantizationArgs) -> dict[str, Any]:
@@ -244,25 +240,13 @@ class _QdqWriter:
             return {"axis": 1, "block_size": int(args.group_size or 1)}
         return {"axis": kind_of(self.module).rows}
 
-    def _weight_codes(
-        self, args: QuantizationArgs, scale: torch.Tensor, zero_point: torch.Tensor, rounded: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The weight's integers as int8, in the shape of the weight.
-
-        Args:
-            args: how the weight is quantized.
-            scale: of the weight.
-            zero_point: of the weight.
-            rounded: the integers ``(R, C)`` that a rounding chose; None: the nearest integers are computed.
-        """
+    def _weight_codes(self) -> torch.Tensor:
+        """The weight's integers as int8, in the shape of the weight."""
+        stored = stored_weight(self.module)
         shape = whole_shape(self.module)
+        assert stored is not None
         assert shape is not None
-        if rounded is not None:
-            return from_matrix(self.module, rounded, shape).contiguous()
-        matrix = whole_matrix(self.module)
-        assert matrix is not None
-        codes = quantize(matrix, scale, zero_point, args, dtype=torch.int8)
-        return from_matrix(self.module, codes, shape).contiguous()
+        return from_matrix(self.module, stored.codes, shape).contiguous()
 
     def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
         """Add the nodes for one tensor of the module to the graph, and return their output.
@@ -280,11 +264,11 @@ class _QdqWriter:
         return add_node("DequantizeLinear", (codes, scale, zero_point), self.attributes[base], dtype=value.dtype)
 
 
-def _onnx_shape(scale: torch.Tensor, args: QuantizationArgs) -> tuple[int, ...]:
+def _onnx_shape(stored: StoredRange) -> tuple[int, ...]:
     """The shape in which ONNX takes scales: a matrix per group, a vector per channel, a scalar per tensor."""
-    if args.strategy == QuantizationStrategy.GROUP:
-        return tuple(scale.shape)
-    if args.strategy == QuantizationStrategy.CHANNEL:
+    if stored.args.strategy == QuantizationStrategy.GROUP:
+        return tuple(stored.scale.shape)
+    if stored.args.strategy == QuantizationStrategy.CHANNEL:
         return (-1,)
     return ()
 

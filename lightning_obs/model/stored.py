@@ -1,0 +1,85 @@
+"""What a file stores of a calibrated module: codes, scale, zero point. Each writer puts them into its own format.
+
+A code is the stored number of one weight: an integer, or the bits of a small float. ``onnx/`` and the other writers
+read them here; ``checkpoint/`` computes the same codes a block of rows at a time, as compressed-tensors packs them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from torch import nn
+
+from lightning_obs.model.module_qparams import ROUNDED, args_of, read_qparams
+from lightning_obs.model.weight import whole_matrix
+from lightning_obs.numerics.fake_quantize import dequantize, quantize
+
+
+class StoredRange(NamedTuple):
+    """The quantization parameters of one tensor of a module, as they are stored."""
+
+    args: QuantizationArgs
+    #: in the weight's dtype, in the shape that compressed-tensors has for it: ``(1,)``, ``(R, 1)``, ``(R, C / group)``
+    scale: torch.Tensor
+    #: int8, in the shape of the scale: 0 where the scheme is symmetric
+    zero_point: torch.Tensor
+    #: ``(1,)`` in float32, of formats with two levels of scales; None: of all others
+    global_scale: torch.Tensor | None = None
+
+
+class StoredWeight(NamedTuple):
+    """A weight as the integers, or small floats, that stand for it."""
+
+    #: of the matrix ``(R, C)`` of the weight: int8; float8; of four-bit floats, their bits in int8
+    codes: torch.Tensor
+    range: StoredRange
+
+
+def stored_range(module: nn.Module, base_name: str) -> StoredRange | None:
+    """The stored range of one tensor of a calibrated module: its weight, or a static activation.
+
+    Called by each writer.
+
+    Args:
+        module: calibrated.
+        base_name: ``"weight"``, ``"input"`` or ``"output"``.
+
+    Returns:
+        None where the module's scheme does not quantize this tensor, or computes its range as the model runs.
+    """
+    args = args_of(module, base_name)
+    qparams = read_qparams(module)
+    scale = qparams.get(f"{base_name}_scale")
+    if args is None or scale is None:
+        return None
+    zero_point = qparams.get(f"{base_name}_zero_point")
+    if zero_point is None:
+        zero_point = torch.zeros_like(scale)
+    return StoredRange(args, scale, zero_point.to(torch.int8), qparams.get(f"{base_name}_global_scale"))
+
+
+def stored_weight(module: nn.Module) -> StoredWeight | None:
+    """The codes of a calibrated module's weight: those that a rounding chose, else the nearest. Called by each writer.
+
+    Args:
+        module: calibrated, its weight whole on this rank. LoRA adapters beside the weight are a part of it.
+
+    Returns:
+        None where the module's scheme does not quantize the weight.
+    """
+    weight_range = stored_range(module, "weight")
+    if weight_range is None:
+        return None
+    args, scale, zero_point, global_scale = weight_range
+    levels = read_qparams(module).get(ROUNDED)
+    matrix: torch.Tensor | None
+    if levels is not None and args.type == QuantizationType.INT:
+        return StoredWeight(levels.to(torch.int8), weight_range)
+    if levels is not None:  # of a small float the levels are its numbers, and the codes are their bits
+        matrix = dequantize(levels, scale, zero_point, args, global_scale=global_scale)
+    else:
+        matrix = whole_matrix(module)
+    assert matrix is not None  # a plan has no weight without a matrix
+    return StoredWeight(quantize(matrix, scale, zero_point, args, global_scale=global_scale), weight_range)
