@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -43,14 +44,38 @@ DEFAULT_TARGETS = ("Linear",)
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
 _INT8_INPUTS = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
 
+
+def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationArgs]:
+    """Weights as GGUF has them: in groups of 32, with scales in float16, which may be negative where there is no zero.
+
+    The search for a range costs no data. Scales that GGUF holds as they are need no rounding after the calibration.
+    """
+    weights = QuantizationArgs(
+        num_bits=num_bits,
+        strategy="group",
+        group_size=32,
+        symmetric=symmetric,
+        scale_dtype=torch.float16,
+        observer="memoryless_mse",
+        observer_kwargs={"signed": True} if symmetric else {},
+    )
+    return {"weights": weights}
+
+
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
-#: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
+#: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost. Q4_0 to
+#: Q8_0 are GGUF's (gguf/block_formats.py).
 OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
     "INT8_STATIC": {"weights": _INT8_WEIGHTS, "input_activations": _INT8_INPUTS},
     "INT8_STATIC_ASYM": {
         "weights": _INT8_WEIGHTS,
         "input_activations": QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False),
     },
+    "Q4_0": _gguf_weights(4, symmetric=True),
+    "Q4_1": _gguf_weights(4, symmetric=False),
+    "Q5_0": _gguf_weights(5, symmetric=True),
+    "Q5_1": _gguf_weights(5, symmetric=False),
+    "Q8_0": _gguf_weights(8, symmetric=True),
 }
 
 _EXPECTED = (
