@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
+from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import in_shards
+from lightning_obs.model.weight import in_shards, whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 
 # ---------------------------------------------------------------------- refusals before tracing
@@ -91,6 +92,21 @@ def refuse_tensors(
                 tensors_by_reason.setdefault(reason, []).append(f"{name} ({base_name})")
     for reason, tensors in tensors_by_reason.items():
         refuse(tensors, f"{file_kind} cannot hold {reason}", expected=expected, remedy=remedy)
+
+
+def reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
+    """Why a graph of integers cannot hold a module's integer weight; None if it can. Called by each writer."""
+    if args.num_bits > 8:
+        return f"{args.num_bits}-bit weights"
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return None
+    dimensions = len(whole_shape(module) or ())
+    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
+    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
+        return f"weights of {dimensions} dimensions per {args.strategy.value}"
+    if hasattr(module, "weight_g_idx"):
+        return "weights in activation order"
+    return None
 
 
 # ---------------------------------------------------------------------- tracing

@@ -30,6 +30,7 @@ from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
     Example,
     exporter_error,
+    reason_against_weight,
     refuse_tensors,
     require_new_file,
     require_traceable,
@@ -139,26 +140,11 @@ def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str
     if args.type != "int":
         return f"{args.num_bits}-bit floating point"
     if base == "weight":
-        return _reason_against_weight(module, args)
+        return reason_against_weight(module, args)
     if args.dynamic is not False:
         return "activations whose range is found at run time"
     if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
         return f"{args.num_bits}-bit activations per {args.strategy.value}"
-    return None
-
-
-def _reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
-    """Why an ONNX file cannot hold a module's integer weight; None if it can."""
-    if args.num_bits > 8:
-        return f"{args.num_bits}-bit weights"
-    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return None
-    dimensions = len(whole_shape(module) or ())
-    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
-    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
-        return f"weights of {dimensions} dimensions per {args.strategy.value}"
-    if hasattr(module, "weight_g_idx"):
-        return "weights in activation order"
     return None
 
 
