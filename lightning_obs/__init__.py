@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
     from lightning_obs.onnx.onnx_file import export_onnx
+    from lightning_obs.program.program_file import export_program
     from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
     from lightning_obs.streaming.layerwise import BlockRuns, calibrate_layerwise
 
@@ -46,6 +47,7 @@ _HOME = {
     "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "export_onnx": "lightning_obs.onnx.onnx_file",
+    "export_program": "lightning_obs.program.program_file",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
@@ -68,6 +70,7 @@ __all__ = [
     "choose_observers",
     "export_checkpoint",
     "export_onnx",
+    "export_program",
     "linearize_experts",
     "load_checkpoint",
     "mixed_precision",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,11 @@ from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfits
 
+#: of a state whose observers were chosen: the config that was asked for, and the candidates behind it
+ASKED_CONFIG = "asked_config"
+
 _FORMAT = 5
+_OBSERVER = re.compile(r"\.observer(_kwargs)?\b")
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
 
@@ -93,12 +98,28 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
-    """The fields in which a config differs from a saved calibration's: ``["weights.num_bits: 8 -> 4", ...]``."""
+    """The fields in which a config differs from a saved calibration's: ``["weights.num_bits: 8 -> 4", ...]``.
+
+    A config whose observers were chosen has a group for each combination of them. Its fields do not compare with those
+    of another config; those of the config that was asked for do, except for the observers.
+    """
+    present = dict(flat_fields(json.loads(config.model_dump_json())))
     try:
         saved = dict(flat_fields(json.loads(state["config"])))
+        differences = changes(saved, present)
+        if not differences or ASKED_CONFIG not in state:
+            return differences
+        asked, _ = json.JSONDecoder().raw_decode(state[ASKED_CONFIG])
+        combinations = list(json.loads(state["config"])["config_groups"])
     except (KeyError, TypeError, ValueError):
         return ["its config is missing or damaged"]
-    return changes(saved, dict(flat_fields(json.loads(config.model_dump_json()))))
+    differences = changes(_without_observers(dict(flat_fields(asked))), _without_observers(present))
+    return [*differences, f'observers: chosen by measurement, observers="auto" ({name_list(combinations, 3)})']
+
+
+def _without_observers(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config, without the observers and their hyperparameters."""
+    return {name: value for name, value in fields.items() if not _OBSERVER.search(name)}
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.saved_state import ASKED_CONFIG
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.which_module import require_forward
@@ -155,14 +156,14 @@ class AutoObservers:
         """Return the chosen config and the request that it answers, as strings; nothing before the choice."""
         if self._chosen_options is None:
             return {}
-        return {"chosen_config": self._chosen_options.config.model_dump_json(), "asked_config": self._request}
+        return {"chosen_config": self._chosen_options.config.model_dump_json(), ASKED_CONFIG: self._request}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict`. The next validation chooses if it has no choice, or one for another request."""
         self.choice = None
         self._chosen_options = None
         chosen_config = state.get("chosen_config")
-        if chosen_config is not None and state.get("asked_config") == self._request:
+        if chosen_config is not None and state.get(ASKED_CONFIG) == self._request:
             config = QuantizationConfig.model_validate_json(chosen_config)
             self._chosen_options = self._requested.with_config(config)
 

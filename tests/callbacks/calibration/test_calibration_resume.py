@@ -173,7 +173,36 @@ def test_auto_chooses_anew_for_other_options(tmp_path, caplog):
     with caplog.at_level("INFO", logger=MESSAGES):
         trainer(other).validate(module, loader(seed=2), ckpt_path=tmp_path / "c.ckpt", verbose=False)
     assert (other.result.modules, set(other.choice.observers)) == (["net.0"], {"net.0"})
-    assert len(notes(caplog)) == 1
+    (line,) = notes(caplog)
+    assert "(ignore: now with 'net.2', observers: chosen by measurement" in line
+    assert len(line) < 400
+
+
+CHOSEN = 'observers: chosen by measurement, observers="auto" (input static_minmax, weight memoryless_minmax)'
+
+
+@pytest.fixture
+def chosen(tmp_path):
+    """A checkpoint whose observers were chosen, each from a list of one."""
+    candidates = {"input": ["static_minmax"], "weight": ["memoryless_minmax"]}
+    fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC", observers=candidates))
+    return tmp_path / "c.ckpt"
+
+
+def test_chosen_observers_are_dropped_by_name_where_this_run_calibrates_without_a_choice(chosen, caplog):
+    module, callback = Plain(), CalibrationCallback("INT8_STATIC", ignore=["net.2"], show=False)
+    with caplog.at_level("INFO", logger=MESSAGES):
+        trainer(callback).validate(module, loader(seed=2), ckpt_path=chosen, verbose=False)
+    assert callback.result.modules == ["net.0"]
+    (line,) = notes(caplog)
+    assert f"(ignore: now with 'net.2', {CHOSEN})" in line
+
+
+@pytest.mark.parametrize("observers", [None, {"input": "minmax"}])
+def test_chosen_observers_are_the_one_difference_that_is_named_where_nothing_is_calibrated_anew(chosen, observers):
+    with pytest.raises(CalibrationError) as error:
+        trainer(CalibrationCallback("INT8_STATIC", observers=observers)).test(Plain(), loader(), ckpt_path=chosen)
+    assert error.value.where == [CHOSEN]
 
 
 def test_a_second_callback_with_other_options_leaves_nothing_of_the_first_in_its_checkpoint(tmp_path):
