@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
     from lightning_obs.onnx.onnx_file import export_onnx
+    from lightning_obs.program.program_file import export_program
     from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
     from lightning_obs.streaming.layerwise import BlockRuns, calibrate_layerwise
 
@@ -48,6 +49,7 @@ _HOME = {
     "export_checkpoint": "lightning_obs.checkpoint.export",
     "export_gguf": "lightning_obs.gguf.gguf_file",
     "export_onnx": "lightning_obs.onnx.onnx_file",
+    "export_program": "lightning_obs.program.program_file",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
@@ -71,6 +73,7 @@ __all__ = [
     "export_checkpoint",
     "export_gguf",
     "export_onnx",
+    "export_program",
     "linearize_experts",
     "load_checkpoint",
     "mixed_precision",

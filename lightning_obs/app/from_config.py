@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from copy import deepcopy
+from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 from hydra.errors import InstantiationException
@@ -18,8 +20,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_obs.app.console import step
 from lightning_obs.app.data.module import TextData
-from lightning_obs.app.steps_bar import StepsBar
+from lightning_obs.app.steps_bar import make_steps_bar
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.callbacks.lightning_package import package_of
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.model.offload import stay_put
@@ -105,7 +108,7 @@ def load_module(config: DictConfig) -> LightningModule:
     """The LightningModule that ``model`` describes, with its weights; a run calls this once, before its data are read.
 
     Raises:
-        CalibrationError: ``model.layerwise`` is set; a model that cannot be loaded.
+        CalibrationError: ``model.layerwise`` is set; a model that cannot be loaded; one that the Trainer does not take.
     """
     refuse(
         ["model.layerwise"] if config.model.get("layerwise") else [],
@@ -114,6 +117,7 @@ def load_module(config: DictConfig) -> LightningModule:
     )
     with step("loading the model"):
         module = make_module(config)
+    _require_same_package(module, _trainer_class(config))
     stay_put(module)  # offloaded weights must not be moved, and the Trainer that measures has no callback to prevent it
     return module
 
@@ -177,8 +181,42 @@ def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModu
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     """The Trainer that ``trainer`` describes, with these callbacks."""
-    bars = [StepsBar()] if config.trainer.get("enable_progress_bar", True) else []
-    return instantiate(config.trainer, callbacks=[*callbacks, *bars])
+    trainer_class = _trainer_class(config)
+    bars = []
+    package = package_of(trainer_class)
+    if package is not None and config.trainer.get("enable_progress_bar", True):
+        bars.append(make_steps_bar(package))
+    target = f"{trainer_class.__module__}.{trainer_class.__qualname__}"
+    return instantiate(config.trainer, _target_=target, callbacks=[*callbacks, *bars])
+
+
+def _trainer_class(config: DictConfig) -> type[Trainer]:
+    """The Trainer of the package of Lightning that the class of ``model`` is of, or the class that a user has set.
+
+    A task calls this before the model is loaded, to refuse devices and strategies; so the class is asked, not the
+    module.
+    """
+    set_class: type[Trainer] = get_class(config.trainer._target_)
+    if set_class is not Trainer:
+        return set_class
+    try:
+        module_class = resolve_name(config.model._target_)
+    except Exception:  # of any kind, in a file of the user's: load_module tells it
+        return Trainer
+    package = package_of(module_class) if isinstance(module_class, type) else None
+    return Trainer if package is None else import_module(package).Trainer
+
+
+def _require_same_package(module: LightningModule, trainer_class: type[Trainer]) -> None:
+    """Refuse a module of ``pytorch_lightning`` for a Trainer of ``lightning``, and the other way round."""
+    package = package_of(type(module))
+    other = package_of(trainer_class)
+    if package is not None and other is not None and package != other:
+        raise CalibrationError(
+            f"{type(module).__name__} is a LightningModule of {package}, and the Trainer is of {other}",
+            got=f"trainer._target_={trainer_class.__module__}.{trainer_class.__name__}",
+            remedy=f"add trainer._target_={package}.Trainer.",
+        )
 
 
 def _instantiate(node: Any, **arguments: Any) -> Any:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from omegaconf import DictConfig
 from torch import distributed as dist
 
 from lightning_obs.app.tasks.task import make_task, task_node
 from lightning_obs.app.typed_words import refuse_deleted, refuse_unread, typed_overrides
 from lightning_obs.app.values import check_values
+from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.packages import import_package
 from lightning_obs.schemes.config import as_names
 
@@ -45,7 +45,10 @@ def _run(config: DictConfig) -> dict[str, Any]:
     task.check()
     try:
         task.run()
-    except SIGTERMException:  # with Lightning's own exit code the run would count as a success
+    except SystemExit as error:
+        if class_of(error, "SIGTERMException") is None:
+            raise
+        # With Lightning's own exit code the run would count as a success.
         raise SystemExit(128 + signal.SIGTERM) from None
     if dist.is_initialized():  # gloo's threads may abort a process that ends in a group (pytorch #190489)
         dist.destroy_process_group()
@@ -58,7 +61,10 @@ def _lightning_quiet() -> Iterator[None]:
 
     The tokenizers' warning about forked processes stays off.
     """
-    loggers = [logging.getLogger(f"lightning.pytorch.{name}") for name in ("utilities.rank_zero", "accelerators.cuda")]
+    loggers = []
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        for name in ("utilities.rank_zero", "accelerators.cuda"):
+            loggers.append(logging.getLogger(f"{package}.{name}"))
     levels = [logger.level for logger in loggers]
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with warnings.catch_warnings():

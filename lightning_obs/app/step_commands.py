@@ -27,6 +27,7 @@ from lightning_obs.app.models.language import CausalLM
 from lightning_obs.app.tasks.task import task_node
 from lightning_obs.app.typed_words import refuse_unread, typed_words
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.callbacks.possible_steps import can_choose_observers
 from lightning_obs.callbacks.trainable import can_train
 from lightning_obs.errors import CalibrationError
@@ -89,7 +90,8 @@ class StepCommands:
         session = job.callback.session
         assert session is not None
         if step.name == "measure":
-            return not job.config.evaluate and is_overridden("test_step", job.module)
+            lightning_module = class_of(job.module, "LightningModule")
+            return not job.config.evaluate and is_overridden("test_step", job.module, lightning_module)
         if step.name == "observers":
             return self.has_logits and can_choose_observers(session)
         if step.name == "fine_tune":

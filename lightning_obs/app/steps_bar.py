@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from lightning.pytorch.callbacks import RichProgressBar
-from typing_extensions import override
+from importlib import import_module
+from typing import Any
 
 
-class StepsBar(RichProgressBar):
+def make_steps_bar(package: str) -> Any:
     """The progress bar of the command line's Trainers: Lightning's, without the "/-2" of "Epoch 0/-2".
 
     Lightning writes this number of epochs where ``max_steps`` ends the fit.
-    """
 
-    @override
-    def _get_train_description(self, current_epoch: int) -> str:
-        return super()._get_train_description(current_epoch).replace("/-2", "   ")
+    Args:
+        package: the Trainer's; it takes the bars of its own package only.
+    """
+    bar: Any = import_module(f"{package}.callbacks").RichProgressBar
+
+    class StepsBar(bar):
+        def _get_train_description(self, current_epoch: int) -> str:
+            description: str = super()._get_train_description(current_epoch)
+            return description.replace("/-2", "   ")
+
+    return StepsBar()

@@ -117,7 +117,10 @@ class _Finalization:
         return WeightSearch(modules, observers, self.observation.collectives, self.observation.progress)
 
     def _reduce_ranks(self, search: WeightSearch) -> Synced:
-        """Reduce the statistics of activations over ranks, and share out the weights."""
+        """Reduce the statistics of activations over ranks, and share out the weights.
+
+        The notes of the ranks are what their calls have counted and seen: tokens of experts, outputs that are followed.
+        """
         observation = self.observation
         expert_tokens: dict[str, list[int]] = {}
         with self.stretch:
@@ -131,7 +134,7 @@ class _Finalization:
             observation.collectives,
             weights=search.sizes,
             failure=self.stretch.failure,
-            note=expert_tokens,
+            note=(expert_tokens, observation.calls.outputs.names),
         )
         self.collectives += synced.collectives
         self.stretch = Stretch(observation.collectives, synced.failure)
@@ -144,6 +147,7 @@ class _Finalization:
         if not self.activations:
             return computed
         with self.stretch:
+            observation.drop_outputs({name for _, names in synced.notes for name in names})
             _bring_to_host(observation.data_observers)
             if observation.unreached is None:
                 observation.unreached = synced.unreached
@@ -179,7 +183,7 @@ class _Finalization:
         """Compute the qparams of all modules as they will be stored; an error names those that cannot be stored."""
         with self.stretch:
             for target in self.observation.plan.targets:
-                if target.name not in self.skipped:
+                if target.name not in self.skipped and target.args:
                     qparams = self._qparams_of(target, activation_qparams)
                     self.qparams[target.name] = as_stored(target.module, qparams)
             _check_scales(self.qparams, self.observation.observers)
@@ -258,7 +262,7 @@ class _Finalization:
             result.input_ranges = _observed_ranges(observation.data_observers)
             result.chosen_input_ranges = _chosen_ranges(observation.observers)
             result.skipped = sorted(self.skipped)
-            result.expert_tokens = _add_counts(synced.notes)
+            result.expert_tokens = _add_counts([expert_tokens for expert_tokens, _ in synced.notes])
             result.fallback = sorted({name for name, _ in self.stand_ins})
         self.stretch.agree()
         assert result is not None

@@ -114,10 +114,27 @@ class ObserverHooks:
         stack.callback(keep_hook_out(target.module, handle))
 
     def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
-        """Observe the outputs of a module."""
+        """Observe the outputs of a module, and note which of them a follower reads."""
         observers = self._observers_of(target, ["output"])
-        if observers:
-            _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
+        if not observers:
+            return
+        observe = _ActivationHook(readers, target, observers)
+        outputs = self._observation.calls.outputs
+
+        def observe_output(output: Any) -> None:
+            observe(output)
+            if isinstance(output, torch.Tensor):
+                outputs.leave(target.name, output)
+
+        _attach_output_hooks(target.module, observe_output, stack)
+        if target.is_follower:
+
+            def note_input(_: nn.Module, args: Any) -> None:
+                for value in args:
+                    if isinstance(value, torch.Tensor):
+                        outputs.enter(value)
+
+            stack.callback(keep_hook_out(target.module, target.module.register_forward_pre_hook(note_input)))
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
         """The observers of a module that data reach, in the order of the base names."""

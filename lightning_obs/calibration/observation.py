@@ -33,7 +33,7 @@ from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import make_observer
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs
 
 #: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
 #: the input's smallest and largest value, for the report
@@ -146,6 +146,18 @@ class Observation:
         self.calls.measurements = 0
         for observer in (self.observers | self.data_observers).values():
             observer.reset()
+
+    def drop_outputs(self, followed: Collection[str]) -> None:
+        """Leave outputs in float that are quantized behind their followers; called by :func:`.finalize`.
+
+        Args:
+            followed: names of the modules whose output a follower reads, on any rank.
+        """
+        self.calls.outputs.names.update(followed)
+        drop_outputs(self.plan, followed)
+        for name in followed:
+            self.observers.pop((name, "output"), None)
+            self.data_observers.pop((name, "output"), None)
 
     def of(self, module_names: Collection[str], progress: Progress | None = None) -> Observation:
         """The record of some modules: a part of the model, to be finalized by itself.

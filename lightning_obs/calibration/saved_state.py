@@ -22,12 +22,12 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import declared_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
-from lightning_obs.schemes.planned_modules import Plan, find_misfits
+from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfits
 
 #: of a state whose observers were chosen: the config that was asked for, and the candidates behind it
 ASKED_CONFIG = "asked_config"
 
-_FORMAT = 4
+_FORMAT = 5
 _OBSERVER = re.compile(r"\.observer(_kwargs)?\b")
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
@@ -37,6 +37,7 @@ def dump_state(
     qparams: Mapping[str, torch.Tensor],
     checksums: Mapping[str, Mapping[str, int]],
     skipped: Iterable[str],
+    followed: Iterable[str],
 ) -> dict[str, Any]:
     """A calibration as tensors and strings, sealed.
 
@@ -45,6 +46,7 @@ def dump_state(
         qparams: ``{"layer.weight_scale": tensor}``.
         checksums: of the weights that they belong to, ``{"layer": {"weight": checksum}}``.
         skipped: names of modules that were left in full precision.
+        followed: names of modules whose output is quantized behind the one that reads it.
     """
     return sealed(
         {
@@ -53,6 +55,7 @@ def dump_state(
             "qparams": dict(qparams),
             "checksums": dict(checksums),
             "skipped": sorted(skipped),
+            "followed": sorted(followed),
         }
     )
 
@@ -85,6 +88,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     qparams = by_module(state["qparams"])
     unknown = sorted(qparams.keys() - {target.name for target in plan.targets})
     refuse(unknown, "the saved calibration has modules that this model does not have")
+    drop_outputs(plan, state["followed"])
     refuse(list(_misfits(plan, qparams)), "the saved calibration does not fit", remedy=_REMEDY)
     with torch.inference_mode(False), torch.no_grad(), at_rest():
         write_all(plan, qparams)

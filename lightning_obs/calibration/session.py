@@ -269,7 +269,8 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped)
+        followed = self.observation.calls.outputs.names
+        return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped, followed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules.
@@ -280,6 +281,7 @@ class CalibrationSession:
         with self._written.replacing():
             load_state(self.model, self.plan, state)
             self.observation.skipped = set(state["skipped"])
+            self.observation.drop_outputs(state["followed"])
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:

@@ -66,3 +66,12 @@ def class_of(value: object, *names: str) -> type[Any] | None:
         if cls.__name__ in names and package in _ROOTS:
             return cls
     return None
+
+
+def package_of(cls: type[Any]) -> str | None:
+    """Return the package of Lightning that a class of a user derives from, as it is imported; None: from neither."""
+    for base in cls.__mro__:
+        for package in _PACKAGES:
+            if base.__module__.startswith(f"{package}."):
+                return package
+    return None

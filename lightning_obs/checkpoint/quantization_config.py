@@ -112,9 +112,11 @@ def _targeted_in_float(config: QuantizationConfig, model: nn.Module, calibrated:
     targets: list[str] = []
     for group in config.config_groups.values():
         targets += getattr(group, "targets", [])
+    classes = [target for target in targets if not target.startswith("re:")]
     names = []
     for name, module in match_named_modules(model, targets, config.ignore or []):
-        if name not in calibrated and holds_parameters(module):
+        is_meant = holds_parameters(module) or is_match(name, module, classes)
+        if name not in calibrated and is_meant:
             names.append(name)
     return names
 

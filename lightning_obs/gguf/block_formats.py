@@ -49,7 +49,7 @@ class BlockFormat(NamedTuple):
 
 
 def _nibbles(codes: NDArray[np.uint8]) -> _Bytes:
-    """Four bits of each code: those of the first half of a block are the low bits, those of the second the high ones."""
+    """Four bits of each code: the low halves of bytes are the first half of a block, the high halves the second."""
     low, high = np.split(codes & 15, 2, axis=1)
     return low | (high << 4)
 

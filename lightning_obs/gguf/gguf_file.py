@@ -238,9 +238,9 @@ def _check_scales(modules: Mapping[str, nn.Module]) -> None:
     )
     if rounded:
         warn(
-            f"GGUF stores scales in float16: those of {len(rounded)} modules are rounded, by up to 0.05 %, and the file "
-            "differs from quantized() by that. The schemes Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 calibrate scales that are "
-            "float16."
+            f"GGUF stores scales in float16: those of {len(rounded)} modules are rounded, by up to 0.05 %, and the "
+            "file differs from quantized() by that. The schemes Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 calibrate scales that "
+            "are float16."
         )
 
 

@@ -12,36 +12,34 @@ scale.
 
 from __future__ import annotations
 
-import inspect
 import os
 import re
-import traceback
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 
-from lightning_obs.errors import CalibrationError, refuse, require_bool
+from lightning_obs.errors import require_bool
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.model.checksums import require_ready
-from lightning_obs.model.kinds import from_matrix, kind_of
-from lightning_obs.model.module_qparams import (
-    args_of,
-    calibrated_modules,
-    get_scheme,
-    quantized_states,
+from lightning_obs.forward.tracing import (
+    Example,
+    exporter_error,
+    reason_against_weight,
+    refuse_tensors,
+    require_new_file,
+    require_traceable,
+    written_by,
 )
-from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.module_qparams import args_of, calibrated_modules, get_scheme
 from lightning_obs.model.stored import StoredRange, stored_range, stored_weight
-from lightning_obs.model.weight import in_shards, whole_shape
+from lightning_obs.model.weight import whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.packages import import_package, require_release
 
@@ -102,9 +100,9 @@ def export_onnx(
     for package in ("onnx", "onnxscript"):
         import_package(package, "export_onnx")
     require_release("onnxscript", _OLDEST_ONNXSCRIPT, "export_onnx")
-    _refuse_what_onnx_cannot_hold(model)
-    if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+    require_traceable(model, file_kind="an ONNX file", writer_name="export_onnx")
+    refuse_tensors(model, _reason_against, file_kind="QDQ ONNX", expected=_SUPPORTED, remedy=_REMEDY)
+    require_new_file(file, overwrite)
     from lightning_obs.onnx.graph import finish
     from lightning_obs.onnx.installed_runtime import takes_signed_activations
 
@@ -128,40 +126,7 @@ def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
     return names
 
 
-# ---------------------------------------------------------------------- refusals before tracing
-
-
-def _refuse_what_onnx_cannot_hold(model: nn.Module) -> None:
-    """Raise a CalibrationError for a model, or a scheme, that no QDQ file can represent."""
-    require_ready(model, merged_for="an ONNX file")
-    refuse(
-        [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
-        "weights are sharded over ranks, or offloaded",
-        remedy="export_checkpoint, then load_checkpoint in one process and export_onnx there.",
-    )
-    calibrated = dict(calibrated_modules(model))
-    refuse(
-        [name for name, module in calibrated.items() if quantized_states(module)],
-        "ONNX has no quantized attention states",
-        remedy="leave the kv cache in full precision.",
-    )
-    other_dtypes = []
-    for name, parameter in model.named_parameters():
-        if parameter.dtype != torch.float32:
-            other_dtypes.append(f"{name} ({parameter.dtype})")
-    refuse(
-        sorted(other_dtypes),
-        "the model is not in float32, which onnxruntime's integer kernels expect",
-        remedy="calibrate it in float32.",
-    )
-    tensors_by_reason: dict[str, list[str]] = {}
-    for name, module in calibrated.items():
-        for base, args in scheme_args(get_scheme(module)):
-            reason = _reason_against(module, base, args)
-            if reason is not None:
-                tensors_by_reason.setdefault(reason, []).append(f"{name} ({base})")
-    for reason, tensors in tensors_by_reason.items():
-        refuse(tensors, f"QDQ ONNX cannot hold {reason}", expected=_SUPPORTED, remedy=_REMEDY)
+# ---------------------------------------------------------------------- what ONNX cannot hold
 
 
 def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
@@ -175,26 +140,11 @@ def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str
     if args.type != "int":
         return f"{args.num_bits}-bit floating point"
     if base == "weight":
-        return _reason_against_weight(module, args)
+        return reason_against_weight(module, args)
     if args.dynamic is not False:
         return "activations whose range is found at run time"
     if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
         return f"{args.num_bits}-bit activations per {args.strategy.value}"
-    return None
-
-
-def _reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
-    """Why an ONNX file cannot hold a module's integer weight; None if it can."""
-    if args.num_bits > 8:
-        return f"{args.num_bits}-bit weights"
-    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
-        return None
-    dimensions = len(whole_shape(module) or ())
-    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
-    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
-        return f"weights of {dimensions} dimensions per {args.strategy.value}"
-    if hasattr(module, "weight_g_idx"):
-        return "weights in activation order"
     return None
 
 
@@ -204,7 +154,7 @@ def _reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | N
 class _QdqWriter:
     """Adds QuantizeLinear and DequantizeLinear to the graph for the tensors of one module, while the model is traced.
 
-    The nodes read ``buffers``, which :func:`_trace` registers on the module for the length of the trace; the
+    The nodes read ``buffers``, which :func:`.written_by` registers on the module for the length of the trace; the
     initializers of the graph take the names of these buffers. Unsigned activations have codes and zero point both 128
     higher than the calibrated ones: the numbers are the same, and engines on x86 multiply unsigned by signed integers.
 
@@ -273,33 +223,6 @@ def _onnx_shape(stored: StoredRange) -> tuple[int, ...]:
     return ()
 
 
-class _Example(NamedTuple):
-    """The arguments to trace a model with, as :func:`torch.onnx.export` takes them."""
-
-    positional: tuple[Any, ...]
-    by_name: dict[str, Any]
-    dynamic_shapes: Any
-
-    @classmethod
-    def of(cls, model: nn.Module, example: Any, dynamic_shapes: Any) -> _Example:
-        """Read the arguments ``example`` and ``dynamic_shapes`` of :func:`export_onnx`.
-
-        torch takes a last positional argument that is a dict for keyword arguments. So positional arguments that end
-        with a dict are passed by the names that the model's forward has for them.
-        """
-        if isinstance(example, Mapping):
-            return cls((), dict(example), dynamic_shapes)
-        if isinstance(example, torch.Tensor):
-            return cls((example,), {}, dynamic_shapes)
-        positional = tuple(example)
-        if not positional or not isinstance(positional[-1], dict):
-            return cls(positional, {}, dynamic_shapes)
-        by_name = inspect.signature(model.forward).bind(*positional).arguments
-        if isinstance(dynamic_shapes, (tuple, list)):
-            dynamic_shapes = dict(zip(by_name, dynamic_shapes, strict=True))
-        return cls((), dict(by_name), dynamic_shapes)
-
-
 def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) -> Any:
     """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward; see :func:`export_onnx`.
 
@@ -310,14 +233,8 @@ def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) ->
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.
     """
-    arguments = _Example.of(model, example, dynamic_shapes)
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
-        for _, module in list(calibrated_modules(model)):
-            writer = _QdqWriter(module, signed)
-            for name, value in writer.buffers.items():
-                module.register_buffer(name, value, persistent=False)
-                stack.callback(delattr, module, name)
-            stack.callback(quantize_forward(module, writer=writer))
+    arguments = Example.of(model, example, dynamic_shapes)
+    with written_by(model, partial(_QdqWriter, signed=signed)):
         try:
             return torch.onnx.export(
                 model,
@@ -329,32 +246,8 @@ def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) ->
                 verbose=False,
             )
         except Exception as error:
-            cause = _first_cause(error)
-            first_line = str(cause).strip().partition("\n")[0]
-            raise CalibrationError(
-                f"torch's ONNX exporter cannot export {type(model).__name__}",
-                where=_user_lines(cause),
-                got=f"{type(cause).__name__}: {first_line}",
-                remedy="see torch.onnx.export(model, example, dynamo=True); the model has to be traceable.",
-            ) from error
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """The error that others were raised from: the exporter's own says only in which of its steps it occurred."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
-
-
-def _user_lines(error: BaseException) -> list[str]:
-    """The innermost line of the user's code that raised the error, as ``["file:line"]``; empty if there is none."""
-    packages = (Path(torch.__file__).parent, Path(__file__).parents[1])
-    lines = []
-    for frame in traceback.extract_tb(error.__traceback__):
-        is_file = not frame.filename.startswith("<")
-        if is_file and not any(Path(frame.filename).is_relative_to(folder) for folder in packages):
-            lines.append(f"{frame.filename}:{frame.lineno}")
-    return lines[-1:]
+            remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
+            raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
 
 
 # ---------------------------------------------------------------------- writing

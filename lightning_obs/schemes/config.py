@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -41,8 +42,24 @@ RoundingLike: TypeAlias = str | Mapping[str, Any] | None
 
 DEFAULT_TARGETS = ("Linear",)
 
+#: default targets of presets for engines that compute convolutions with integers, too
+_ALL_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+#: what such engines make a part of the convolution or product before it: where its output goes there, its range is
+#: that of their output
+_FOLLOWERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ReLU", "ReLU6")
+
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
-_INT8_INPUTS = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
+_SYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
+_ASYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False)
+
+
+@dataclass(frozen=True)
+class OwnPreset:
+    """A preset of this package, beside compressed-tensors' own."""
+
+    args: Mapping[str, QuantizationArgs]  # the fields of its scheme
+    targets: tuple[str, ...] = DEFAULT_TARGETS
+    followers: tuple[str, ...] = ()  # classes whose outputs alone are quantized, like the outputs of its targets
 
 
 def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationArgs]:
@@ -63,19 +80,27 @@ def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationAr
 
 
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
-#: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost. Q4_0 to
-#: Q8_0 are GGUF's (gguf/block_formats.py).
-OWN_PRESETS: dict[str, dict[str, QuantizationArgs]] = {
-    "INT8_STATIC": {"weights": _INT8_WEIGHTS, "input_activations": _INT8_INPUTS},
-    "INT8_STATIC_ASYM": {
-        "weights": _INT8_WEIGHTS,
-        "input_activations": QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False),
-    },
-    "Q4_0": _gguf_weights(4, symmetric=True),
-    "Q4_1": _gguf_weights(4, symmetric=False),
-    "Q5_0": _gguf_weights(5, symmetric=True),
-    "Q5_1": _gguf_weights(5, symmetric=False),
-    "Q8_0": _gguf_weights(8, symmetric=True),
+#: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
+#: onnxruntime and OpenVINO compute with integers from one quantized output to the next; TensorRT takes no zero points.
+#: Q4_0 to Q8_0 are GGUF's (gguf/block_formats.py).
+OWN_PRESETS: dict[str, OwnPreset] = {
+    "INT8_STATIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC}),
+    "INT8_STATIC_ASYM": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC}),
+    "INT8_ONNX": OwnPreset(
+        {"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC, "output_activations": _ASYMMETRIC},
+        _ALL_KINDS,
+        _FOLLOWERS,
+    ),
+    "INT8_TENSORRT": OwnPreset(
+        {"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC, "output_activations": _SYMMETRIC},
+        _ALL_KINDS,
+        _FOLLOWERS,
+    ),
+    "Q4_0": OwnPreset(_gguf_weights(4, symmetric=True)),
+    "Q4_1": OwnPreset(_gguf_weights(4, symmetric=False)),
+    "Q5_0": OwnPreset(_gguf_weights(5, symmetric=True)),
+    "Q5_1": OwnPreset(_gguf_weights(5, symmetric=False)),
+    "Q8_0": OwnPreset(_gguf_weights(8, symmetric=True)),
 }
 
 _EXPECTED = (
@@ -231,10 +256,10 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
     if isinstance(scheme, QuantizationScheme):
         if scheme.targets:
             _refuse_second_targets(targets, "the QuantizationScheme")
-        group = scheme.model_copy(update={"targets": scheme.targets or _or_default(targets)})
+        group = scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})
         return QuantizationConfig(config_groups={"group_0": group})
     if isinstance(scheme, str):
-        return QuantizationConfig(config_groups={"group_0": _preset(scheme, _or_default(targets))})
+        return _with_followers(_preset(scheme, targets), scheme)
     if scheme is not None and not isinstance(scheme, Mapping):
         raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
     if not scheme:
@@ -246,16 +271,41 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
     if set(scheme) & {*_SCHEME_FIELDS, PRESET}:  # one scheme, perhaps misspelt, rather than groups called "weights"
         if "targets" in scheme:
             _refuse_second_targets(targets, "the scheme")
-        scheme_targets = scheme.get("targets") or _or_default(targets)
+        scheme_targets = scheme.get("targets") or targets or _default_targets(scheme.get(PRESET))
         group = _from_fields("the scheme", {**scheme, "targets": scheme_targets})
-        return QuantizationConfig(config_groups={"group_0": group})
+        return _with_followers(group, scheme.get(PRESET))
     _refuse_second_targets(targets, "the scheme's groups")
     return QuantizationConfig(config_groups={name: _group(name, value) for name, value in scheme.items()})
 
 
-def _or_default(targets: list[str] | None) -> list[str]:
-    """The user's targets, or the default ones."""
-    return targets or [*DEFAULT_TARGETS]
+def _own_preset(name: Any) -> OwnPreset | None:
+    """The preset of this package that has the name, of any case; None: it is another's, or none."""
+    return OWN_PRESETS.get(name.upper()) if isinstance(name, str) else None
+
+
+def _default_targets(preset: Any) -> list[str]:
+    """The targets where the user names none.
+
+    Args:
+        preset: the name of the scheme's preset; None: it has none.
+    """
+    own_preset = _own_preset(preset)
+    return [*(DEFAULT_TARGETS if own_preset is None else own_preset.targets)]
+
+
+def _with_followers(group: QuantizationScheme, preset: Any) -> QuantizationConfig:
+    """A config of one group, and of one for the outputs of followers where the group's preset has them.
+
+    Args:
+        group: its outputs' arguments become those of the followers' outputs.
+        preset: the name of its preset; None: it has none.
+    """
+    own_preset = _own_preset(preset)
+    groups = {"group_0": group}
+    if own_preset is not None and own_preset.followers and group.output_activations is not None:
+        outputs = group.output_activations.model_copy(deep=True)
+        groups["followers"] = QuantizationScheme(targets=[*own_preset.followers], output_activations=outputs)
+    return QuantizationConfig(config_groups=groups)
 
 
 def _refuse_second_targets(targets: list[str] | None, owner: str) -> None:
@@ -317,14 +367,15 @@ def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
     return groups
 
 
-def _preset(name: str, targets: list[str]) -> QuantizationScheme:
-    """The scheme of a preset, of any case, for ``targets``."""
+def _preset(name: str, targets: list[str] | None) -> QuantizationScheme:
+    """The scheme of a preset, of any case, for ``targets``; None: its default ones."""
     upper_name = name.upper()
     if upper_name not in preset_names():
         hint = likely(upper_name, preset_names())
         raise CalibrationError(f"unknown scheme {name!r}{hint}", expected=f"one of {', '.join(preset_names())}")
+    targets = targets or _default_targets(upper_name)
     if upper_name in OWN_PRESETS:
-        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper_name])
+        return QuantizationScheme(targets=targets, **OWN_PRESETS[upper_name].args)
     scheme: QuantizationScheme = preset_name_to_scheme(upper_name, targets)
     return scheme
 

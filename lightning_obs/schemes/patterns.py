@@ -18,14 +18,17 @@ def leave_out_absent_classes(
 ) -> dict[str, QuantizationScheme]:
     """The targets without the classes of which the model has no module, so that one list serves many models.
 
-    A group keeps them if none of its targets matches a module, and every target that is no class of torch's or
-    transformers' own: it is misspelt, perhaps. They are also taken out of the groups' ``targets``.
+    A group keeps them if none of its targets matches a module, unless it quantizes outputs alone, and every target that
+    is no class of torch's or transformers' own: it is misspelt, perhaps. They are also taken out of the groups'
+    ``targets``.
     """
     matched = {target for target in by_target if _matches_any(model, target)}
     kept: dict[str, QuantizationScheme] = {}
     for target, group in by_target.items():
         is_class = target == "Conv1D" or isinstance(getattr(nn, target, None), type)
-        if target in matched or not is_class or matched.isdisjoint(group.targets):
+        is_optional = group.weights is None and group.input_activations is None
+        is_last = not is_optional and matched.isdisjoint(group.targets)
+        if target in matched or not is_class or is_last:
             kept[target] = group
     for group in by_target.values():
         group.targets = [target for target in group.targets if target in kept]

@@ -12,7 +12,7 @@ together. Gate and up of one expert are fused; different experts are not.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -27,6 +27,9 @@ from lightning_obs.model.kinds import count_heads
 from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.weight import matrix_shape, whole_shape
 from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration, scheme_args
+
+#: modules that an engine makes a part of the convolution or product before them
+_FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,14 @@ class PlannedModule:
         """The quantized tensors: ``{base name: args}``."""
         return dict(self.states or scheme_args(self.scheme))
 
+    @property
+    def is_follower(self) -> bool:
+        """Whether only its output is quantized, and an engine makes it a part of the module that it reads from.
+
+        A subclass may do more in its forward, so it is none.
+        """
+        return self.args.keys() == {"output"} and type(self.module).forward in [kind.forward for kind in _FOLLOWERS]
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -57,6 +68,29 @@ class Plan:
     fused: list[list[str]] = field(default_factory=list)  # names of the modules of each fused set
     #: modules of a targeted class that cannot be quantized, by name the reason
     left_out: dict[str, str] = field(default_factory=dict)
+
+
+def drop_outputs(plan: Plan, names: Collection[str]) -> None:
+    """Quantize the outputs of these modules no more, because followers' outputs are quantized in their place.
+
+    Called by finalize, and when its result is loaded from a saved state. A follower whose output is followed has
+    nothing left to quantize then.
+
+    Args:
+        plan: its targets are replaced. Their schemes target them by name, since other modules of their class keep
+            their outputs.
+        names: of the modules.
+    """
+    schemes: dict[int, QuantizationScheme] = {}
+    for index, target in enumerate(plan.targets):
+        if target.name not in names or "output" not in target.args:
+            continue
+        scheme = schemes.get(id(target.scheme))
+        if scheme is None:
+            scheme = target.scheme.model_copy(update={"output_activations": None, "targets": []})
+            schemes[id(target.scheme)] = scheme
+        scheme.targets.append(target.name)
+        plan.targets[index] = replace(target, scheme=scheme)
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

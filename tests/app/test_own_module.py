@@ -127,3 +127,80 @@ def test_runs_with_different_metrics_stand_side_by_side(composed, tmp_path, caps
     assert (tmp_path / "run" / "report.html").is_file()
     shown = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert [(row["metric"], row[row["metric"]]) for row in shown] == [(name, [0.5, 0.25]) for name in METRICS]
+
+
+#: a user's file for the other package of Lightning
+PYTORCH_LIGHTNING = """
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanSquaredError
+
+class Module(pl.LightningModule):
+    def __init__(self, learning_rate=1e-3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.learning_rate = learning_rate
+        self.net = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3))
+        self.mse = MeanSquaredError()
+
+    def model_inputs(self, batch):
+        return {"input": batch[0]}
+
+    def training_step(self, batch, batch_idx):
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.net(batch[0])
+
+    def test_step(self, batch, batch_idx):
+        self.mse.update(self.net(batch[0]), batch[1])
+        self.log("mse", self.mse)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.learning_rate)
+
+def module():
+    return Module()
+
+class Data(pl.LightningDataModule):
+    def __init__(self, train_batches=2):
+        super().__init__()
+        self.rows = TensorDataset(torch.randn(8, 32), torch.randn(8, 3))
+
+    def val_dataloader(self):
+        return DataLoader(self.rows, batch_size=4)
+
+    train_dataloader = test_dataloader = val_dataloader
+"""
+
+
+def run_pytorch_lightning(command_line, tmp_path, name, *overrides):
+    """In a new process, because the other package, once imported, takes the messages of the first."""
+    (tmp_path / "other.py").write_text(PYTORCH_LIGHTNING)
+    model = ("~model", f"+model._target_=other.{name}", "~data", "+data._target_=other.Data", "module=net")
+    options = ("trainer=cpu", "scheme=int8_static", "ignore=[]")
+    return command_line(*model, *options, *overrides, tiny=False, new_process=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Module", ["task=finetune", "task.callback.distill=0"]),
+        ("module", ["trainer._target_=pytorch_lightning.Trainer", "evaluate=false"]),
+    ],
+)
+def test_a_module_of_pytorch_lightning_is_run_by_the_trainer_of_its_package(command_line, tmp_path, name, words):
+    done = run_pytorch_lightning(command_line, tmp_path, name, *words)
+    assert done.returncode == 0, done.stderr
+    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in done.stdout
+    assert done.stdout.count("calibrating Sequential (`net`)") == 1  # the Trainer's messages are kept quiet
+    assert "GPU available" not in done.stdout + done.stderr
+
+
+def test_a_module_that_only_a_function_knows_of_names_the_trainer_to_set(command_line, tmp_path):
+    done = run_pytorch_lightning(command_line, tmp_path, "module")
+    assert done.returncode == 1
+    assert "Module is a LightningModule of pytorch_lightning, and the Trainer is of lightning.pytorch" in done.stderr
+    assert "Remedy: add trainer._target_=pytorch_lightning.Trainer." in done.stderr

@@ -1,0 +1,205 @@
+"""Trace a calibrated model for a file: a graph whose quantized tensors a writer has put in the format's own terms.
+
+``onnx/`` and ``program/`` write such files. What a format cannot hold is refused before anything is traced. While the
+model is traced, its modules run the quantized forward, which calls a :class:`TensorWriter` in place of fake
+quantization. The model stays as it is.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import nn
+
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.model.checksums import require_ready
+from lightning_obs.model.kinds import kind_of
+from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states
+from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.weight import in_shards, whole_shape
+from lightning_obs.numerics.qparams import scheme_args
+
+# ---------------------------------------------------------------------- refusals before tracing
+
+
+def require_new_file(file: Path, overwrite: bool) -> None:
+    """Raise a CalibrationError for a file that is there and may not be replaced, and for a folder."""
+    if file.exists() and not (overwrite and file.is_file()):
+        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+
+
+def require_traceable(model: nn.Module, *, file_kind: str, writer_name: str) -> None:
+    """Raise a CalibrationError for a model that cannot be traced into a file whole, in float32.
+
+    Args:
+        model: calibrated or not.
+        file_kind: what is written, with its article: ``"an ONNX file"``.
+        writer_name: of the public function that writes it.
+    """
+    require_ready(model, merged_for=file_kind)
+    refuse(
+        [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
+        "weights are sharded over ranks, or offloaded",
+        remedy=f"export_checkpoint, then load_checkpoint in one process and {writer_name} there.",
+    )
+    refuse(
+        [name for name, module in calibrated_modules(model) if quantized_states(module)],
+        f"{file_kind} has no quantized attention states",
+        remedy="leave the kv cache in full precision.",
+    )
+    other_dtypes = []
+    for name, parameter in model.named_parameters():
+        if parameter.dtype != torch.float32:
+            other_dtypes.append(f"{name} ({parameter.dtype})")
+    refuse(
+        sorted(other_dtypes),
+        "the model is not in float32, which integer kernels expect",
+        remedy="calibrate it in float32.",
+    )
+
+
+def refuse_tensors(
+    model: nn.Module,
+    reason_against: Callable[[nn.Module, str, QuantizationArgs], str | None],
+    *,
+    file_kind: str,
+    expected: str,
+    remedy: str,
+) -> None:
+    """Raise a CalibrationError that names the quantized tensors which a format cannot hold.
+
+    Args:
+        model: calibrated.
+        reason_against: takes a module, the base name of one of its tensors (weight, input, output) and how the scheme
+            quantizes it; gives why the format cannot hold it, or None.
+        file_kind: what is written, without its article.
+        expected: what the format holds.
+        remedy: which scheme it takes.
+    """
+    tensors_by_reason: dict[str, list[str]] = {}
+    for name, module in calibrated_modules(model):
+        for base_name, args in scheme_args(get_scheme(module)):
+            reason = reason_against(module, base_name, args)
+            if reason is not None:
+                tensors_by_reason.setdefault(reason, []).append(f"{name} ({base_name})")
+    for reason, tensors in tensors_by_reason.items():
+        refuse(tensors, f"{file_kind} cannot hold {reason}", expected=expected, remedy=remedy)
+
+
+def reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
+    """Why a graph of integers cannot hold a module's integer weight; None if it can. Called by each writer."""
+    if args.num_bits > 8:
+        return f"{args.num_bits}-bit weights"
+    if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
+        return None
+    dimensions = len(whole_shape(module) or ())
+    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
+    if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
+        return f"weights of {dimensions} dimensions per {args.strategy.value}"
+    if hasattr(module, "weight_g_idx"):
+        return "weights in activation order"
+    return None
+
+
+# ---------------------------------------------------------------------- tracing
+
+
+class TensorWriter(Protocol):
+    """Writes the quantized tensors of one module into the graph, while the model is traced."""
+
+    #: codes, scales and zero points by the names under which the module has them as buffers meanwhile
+    buffers: dict[str, torch.Tensor]
+
+    def __call__(self, value: torch.Tensor, base_name: str, /) -> torch.Tensor:
+        """Quantize and dequantize one tensor of the module, in operations of the format."""
+        ...
+
+
+@contextmanager
+def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter]) -> Iterator[None]:
+    """For a ``with`` block in which a calibrated model is traced; its quantized tensors are written by writers.
+
+    Args:
+        model: calibrated, in evaluation mode.
+        make_writer: takes a calibrated module, and makes its writer.
+    """
+    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+        for _, module in list(calibrated_modules(model)):
+            writer = make_writer(module)
+            for name, value in writer.buffers.items():
+                module.register_buffer(name, value, persistent=False)
+                stack.callback(delattr, module, name)
+            stack.callback(quantize_forward(module, writer=writer))
+        yield
+
+
+class Example(NamedTuple):
+    """The arguments to trace a model with, as :func:`torch.export.export` takes them."""
+
+    positional: tuple[Any, ...]
+    by_name: dict[str, Any]
+    dynamic_shapes: Any
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Any, dynamic_shapes: Any) -> Example:
+        """Read the arguments ``example`` and ``dynamic_shapes`` of a writer.
+
+        torch's ONNX exporter takes a last positional argument that is a dict for keyword arguments. So positional
+        arguments that end with a dict are passed by the names that the model's forward has for them.
+        """
+        if isinstance(example, Mapping):
+            return cls((), dict(example), dynamic_shapes)
+        if isinstance(example, torch.Tensor):
+            return cls((example,), {}, dynamic_shapes)
+        positional = tuple(example)
+        if not positional or not isinstance(positional[-1], dict):
+            return cls(positional, {}, dynamic_shapes)
+        by_name = inspect.signature(model.forward).bind(*positional).arguments
+        if isinstance(dynamic_shapes, (tuple, list)):
+            dynamic_shapes = dict(zip(by_name, dynamic_shapes, strict=True))
+        return cls((), dict(by_name), dynamic_shapes)
+
+
+def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: str) -> CalibrationError:
+    """The error to raise where an exporter of torch failed: its first cause, and the user's line that raised it.
+
+    Args:
+        exporter: its name, which begins the message.
+        model: that it could not trace.
+        error: that it raised, of any class.
+        remedy: how to go on.
+    """
+    cause = _first_cause(error)
+    first_line = str(cause).strip().partition("\n")[0]
+    return CalibrationError(
+        f"{exporter} cannot export {type(model).__name__}",
+        where=_user_lines(cause),
+        got=f"{type(cause).__name__}: {first_line}",
+        remedy=remedy,
+    )
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """The error that others were raised from: the exporter's own says only in which of its steps it occurred."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
+def _user_lines(error: BaseException) -> list[str]:
+    """The innermost line of the user's code that raised the error, as ``["file:line"]``; empty if there is none."""
+    packages = (Path(torch.__file__).parent, Path(__file__).parents[1])
+    lines = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        is_file = not frame.filename.startswith("<")
+        if is_file and not any(Path(frame.filename).is_relative_to(folder) for folder in packages):
+            lines.append(f"{frame.filename}:{frame.lineno}")
+    return lines[-1:]

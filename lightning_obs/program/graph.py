@@ -1,0 +1,168 @@
+"""Change the graph of a traced model: fold batch norms, drop what nothing reads.
+
+``program_file.py`` calls :func:`finish` once, on the program as a module, before it is exported again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+_ATEN = torch.ops.aten
+_CONVOLUTIONS = (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d)
+
+
+def finish(graph_module: fx.GraphModule) -> None:
+    """Fold batch norms, and drop operations and tensors that nothing reads: the weights in float among them.
+
+    Args:
+        graph_module: of a program of torch.export, with its tensors as attributes; changed in place.
+    """
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if _calls(node, _ATEN.batch_norm):
+            _fold(graph_module, node)
+    graph.eliminate_dead_code()
+    _drop_unread_tensors(graph_module)
+    graph_module.recompile()
+
+
+# ---------------------------------------------------------------------- batch norms
+
+
+class _QuantizedWeight(NamedTuple):
+    """The constants of a dequantize operation for a weight, whose first dimension are its output channels."""
+
+    codes: torch.Tensor
+    #: ``(channels,)``, as are the zero points
+    scales: torch.Tensor
+    zero_points: torch.Tensor
+
+    def times(self, factor: torch.Tensor, lowest: int) -> _QuantizedWeight | None:
+        """The same weight times a factor for each output channel.
+
+        Kernels take positive scales alone. So in channels with a negative factor codes and zero points change their
+        signs, and the scale keeps its own.
+
+        Args:
+            factor: ``(channels,)`` in float64.
+            lowest: the smallest code, which has no counterpart of the other sign.
+
+        Returns:
+            None if a code that would change its sign is the smallest.
+        """
+        is_negative = factor < 0
+        for values in (self.codes, self.zero_points):
+            if bool((values[is_negative] == lowest).any()):
+                return None
+        sign = torch.where(is_negative, -1, 1)
+        sign_of_rows = sign.reshape(-1, *[1] * (self.codes.ndim - 1)).to(self.codes.dtype)
+        scales = (factor.abs() * self.scales.double()).float()
+        return _QuantizedWeight(self.codes * sign_of_rows, scales, self.zero_points * sign)
+
+
+def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
+    """Fold a batch norm into the quantized convolution, or Linear, before it. Behind anything else it stays.
+
+    A product ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
+    product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.
+    """
+    product = batch_norm.args[0]
+    if not isinstance(product, fx.Node) or not _is_product(product) or len(product.users) != 1:
+        return
+    dequantize = product.args[1]
+    weight = _quantized_weight(graph_module, dequantize)
+    gamma, beta, mean, variance = [_tensor(graph_module, argument) for argument in batch_norm.args[1:5]]
+    if weight is None or mean is None or variance is None:
+        return
+    assert isinstance(dequantize, fx.Node)
+    epsilon: Any = batch_norm.args[7]
+    factor = 1 / (variance.double() + epsilon).sqrt()
+    if gamma is not None:
+        factor = factor * gamma.double()
+    lowest, highest, dtype = dequantize.args[-3:]
+    assert isinstance(lowest, int)
+    folded = weight.times(factor, lowest)
+    if folded is None:
+        return
+    bias = -factor * mean.double()
+    earlier_bias = _tensor(graph_module, product.args[2] if len(product.args) > 2 else None)
+    if earlier_bias is not None:
+        bias = bias + factor * earlier_bias.double()
+    if beta is not None:
+        bias = bias + beta.double()
+    name = batch_norm.name
+    with graph_module.graph.inserting_before(product):
+        codes_node = _constant(graph_module, f"{name}_codes", folded.codes)
+        scales_node = _constant(graph_module, f"{name}_step", folded.scales)
+        zeros_node = _constant(graph_module, f"{name}_zero", folded.zero_points)
+        weight_node = graph_module.graph.call_function(
+            torch.ops.quantized_decomposed.dequantize_per_channel.default,
+            (codes_node, scales_node, zeros_node, 0, lowest, highest, dtype),
+        )
+        bias_node = _constant(graph_module, f"{name}_bias", bias.float())
+    product.args = (product.args[0], weight_node, bias_node, *product.args[3:])
+    batch_norm.replace_all_uses_with(product)
+    graph_module.graph.erase_node(batch_norm)
+
+
+def _is_product(node: fx.Node) -> bool:
+    """Whether a node is a convolution, or a Linear of vectors, whose channels a batch norm would scale."""
+    if node.kwargs:
+        return False
+    if any(_calls(node, convolution) for convolution in _CONVOLUTIONS):
+        return True
+    return _calls(node, _ATEN.linear) and node.meta["val"].ndim == 2
+
+
+def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _QuantizedWeight | None:
+    """The constants of the operation that makes a product's weight; None if it is none, or has scales per group."""
+    operations = torch.ops.quantized_decomposed
+    if _calls(dequantize, operations.dequantize_per_channel):
+        codes, scales, zero_points = [_tensor(graph_module, argument) for argument in dequantize.args[:3]]
+    elif _calls(dequantize, operations.dequantize_per_tensor):
+        codes = _tensor(graph_module, dequantize.args[0])
+        if codes is None:
+            return None
+        scales = torch.full((len(codes),), dequantize.args[1])
+        zero_points = torch.full((len(codes),), dequantize.args[2])
+    else:
+        return None
+    if codes is None or scales is None or zero_points is None:
+        return None
+    return _QuantizedWeight(codes, scales, zero_points)
+
+
+def _calls(node: Any, operation: Any) -> bool:
+    """Whether an argument of a node is itself a call of an operation, in any of its overloads."""
+    return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) is operation
+
+
+# ---------------------------------------------------------------------- constants
+
+
+def _tensor(graph_module: fx.GraphModule, argument: Any) -> torch.Tensor | None:
+    """The tensor of a ``get_attr`` node; None if the argument is no constant."""
+    if not isinstance(argument, fx.Node) or argument.op != "get_attr":
+        return None
+    path, _, name = str(argument.target).rpartition(".")
+    value = getattr(graph_module.get_submodule(path), name)
+    return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _constant(graph_module: fx.GraphModule, name: str, value: torch.Tensor) -> fx.Node:
+    """A new buffer of the graph's module, and the node that reads it."""
+    graph_module.register_buffer(name, value)
+    return graph_module.graph.get_attr(name)
+
+
+def _drop_unread_tensors(graph_module: fx.GraphModule) -> None:
+    """Delete the parameters and buffers that no node reads."""
+    targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    for path, module in graph_module.named_modules():
+        for table in (module._parameters, module._buffers):
+            for name in list(table):
+                if f"{path}.{name}".lstrip(".") not in targets:
+                    del table[name]

@@ -1,0 +1,206 @@
+"""Export a calibrated model as a program of torch.export, with quantization as separate operations of the graph.
+
+torch.export traces the model while its modules run the quantized forward. There a weight is a ``dequantize`` of stored
+integers, and an activation passes ``quantize`` and ``dequantize``, all of torch's library ``quantized_decomposed``. It
+is the form that ``convert_pt2e`` produces: backends of ExecuTorch and torch's Inductor look for these operations around
+a convolution or matrix product, and compute with integers where they can.
+
+Between tracing and saving, batch norms are folded and weights in float are dropped (:mod:`.graph`). For that the
+program becomes a module and is exported once more, as ``convert_pt2e``'s users do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_obs.errors import require_bool
+from lightning_obs.files.write import whole_file
+from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.tracing import (
+    Example,
+    exporter_error,
+    reason_against_weight,
+    refuse_tensors,
+    require_new_file,
+    require_traceable,
+    written_by,
+)
+from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.module_qparams import get_scheme
+from lightning_obs.model.stored import stored_range, stored_weight
+from lightning_obs.model.weight import whole_shape
+from lightning_obs.numerics.qparams import scheme_args
+from lightning_obs.program.graph import finish
+
+#: registers the operations of ``torch.ops.quantized_decomposed``; who loads a program needs them, too
+_OPERATIONS = "torch.ao.quantization.fx._decomposed"
+_SUPPORTED = "integers of at most 8 bits, for activations with one calibrated range per tensor"
+_REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
+
+
+def export_program(
+    model: nn.Module,
+    file: str | os.PathLike[str],
+    example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
+    *,
+    dynamic_shapes: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a calibrated model, or one from :func:`~lightning_obs.load_checkpoint`, as a program of torch.export.
+
+    The program has ``torch.ops.quantized_decomposed`` quantize and dequantize operations, as after ``convert_pt2e``.
+    Weights are stored as int8: at 8 bits the file has about a quarter of the bytes of a float32 file. In place of the
+    example's values there are zeros. The program computes what the model does under :func:`~lightning_obs.quantized`,
+    up to the order of floating point operations. (A value halfway between two integers may go to the other one, because
+    the operations multiply by the inverse of a scale; the largest value that was observed is such a value in symmetric
+    schemes.) It is loaded without this package::
+
+        import torch.ao.quantization.fx._decomposed  # registers the operations
+        program = torch.export.load("model.pt2")
+
+    Args:
+        model: a model in float32. It is traced in evaluation mode, and not changed.
+        file: path of the new file, which appears complete or not at all; its name ends in ``.pt2``.
+        example: inputs to trace the model with: one tensor, a tuple of positional arguments, or a dict of keyword
+            arguments. A model that takes one dict gets it in a tuple: ``(batch,)``.
+        dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
+            any size: ``({0: torch.export.Dim.DYNAMIC},)``.
+        overwrite: replace an existing ``file``.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        CalibrationError: the model was not calibrated, or has changed since; the operations cannot express the scheme
+            (floating point formats, dynamic ranges, groups of a convolution's weight, attention states); torch.export
+            cannot trace the model; the file exists, or cannot be written.
+    """
+    require_bool(overwrite=overwrite)
+    file = Path(file)
+    require_traceable(model, file_kind="a program", writer_name="export_program")
+    refuse_tensors(model, _reason_against, file_kind="a program", expected=_SUPPORTED, remedy=_REMEDY)
+    require_new_file(file, overwrite)
+    import_module(_OPERATIONS)
+    with left_as_it_was(model):
+        program = _trace(model, Example.of(model, example, dynamic_shapes))
+    with whole_file(file, overwrite) as partial_file, partial_file.open("wb") as stream:
+        torch.export.save(program, stream)
+    return file
+
+
+def _reason_against(module: nn.Module, base_name: str, args: QuantizationArgs) -> str | None:
+    """Why a program cannot hold one quantized tensor of a module; None if it can; see :func:`.refuse_tensors`."""
+    if args.type != "int":
+        return f"{args.num_bits}-bit floating point"
+    if base_name == "weight":
+        return reason_against_weight(module, args)
+    if args.dynamic is not False:
+        return "activations whose range is found at run time"
+    if args.strategy != QuantizationStrategy.TENSOR or args.num_bits > 8:
+        return f"{args.num_bits}-bit activations per {args.strategy.value}"
+    return None
+
+
+# ---------------------------------------------------------------------- tracing
+
+
+def _trace(model: nn.Module, example: Example) -> torch.export.ExportedProgram:
+    """The finished program of a model, traced under the quantized forward; called by :func:`export_program`.
+
+    Raises:
+        CalibrationError: torch.export failed, with an error of any class.
+    """
+
+    def export(module: nn.Module) -> torch.export.ExportedProgram:
+        return torch.export.export(
+            module, example.positional, example.by_name, dynamic_shapes=example.dynamic_shapes, strict=False
+        )
+
+    with written_by(model, _DecomposedWriter):
+        try:
+            graph_module = export(model).module()
+            finish(graph_module)
+            program = export(graph_module)
+        except Exception as error:
+            remedy = "see torch.export.export(model, example); the model has to be traceable."
+            raise exporter_error("torch.export", model, error, remedy) from error
+    program.example_inputs = tree_map_only(torch.Tensor, torch.zeros_like, program.example_inputs)
+    return program
+
+
+class _DecomposedWriter:
+    """Adds quantize and dequantize operations for the tensors of one module, while the model is traced.
+
+    The operations of its weight read ``buffers``, which :func:`.written_by` registers on the module for the length of
+    the trace. Scale and zero point of an activation are numbers in the graph, as backends expect them.
+
+    Args:
+        module: a calibrated module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        #: codes, scales and zero points of the weight, by the names of their buffers
+        self.buffers: dict[str, torch.Tensor] = {}
+        #: by base name (weight, input, output), how the scheme quantizes the tensor
+        self._args: dict[str, QuantizationArgs] = {}
+        #: by base name, the scale and the zero point of a tensor that has one of each
+        self._numbers: dict[str, tuple[float, int]] = {}
+        for base_name, args in scheme_args(get_scheme(module)):
+            stored = stored_range(module, base_name)
+            assert stored is not None  # dynamic ranges are refused
+            self._args[base_name] = args
+            if args.strategy == QuantizationStrategy.TENSOR:
+                self._numbers[base_name] = (float(stored.scale), int(stored.zero_point))
+            else:
+                self._add_scales(stored.scale, stored.zero_point, args)
+            if base_name == "weight":
+                self.buffers["weight_codes"] = self._weight_codes()
+
+    def _add_scales(self, scale: torch.Tensor, zero_point: torch.Tensor, args: QuantizationArgs) -> None:
+        """Add the scales and zero points of a weight as buffers: a matrix per group, a vector per channel."""
+        shape = tuple(scale.shape) if args.strategy == QuantizationStrategy.GROUP else (-1,)
+        self.buffers["weight_step"] = scale.float().reshape(shape)
+        self.buffers["weight_zero"] = zero_point.long().reshape(shape)
+
+    def _weight_codes(self) -> torch.Tensor:
+        """The weight's integers as int8, in the shape of the weight."""
+        stored = stored_weight(self.module)
+        shape = whole_shape(self.module)
+        assert stored is not None
+        assert shape is not None
+        return from_matrix(self.module, stored.codes, shape).contiguous()
+
+    def __call__(self, value: torch.Tensor, base_name: str) -> torch.Tensor:
+        """Add the operations for one tensor of the module to the graph, and return the dequantized tensor.
+
+        The quantized forward calls it instead of quantizing and dequantizing. For a weight the stored integers are
+        read, and ``value`` is not.
+        """
+        operations = torch.ops.quantized_decomposed
+        args = self._args[base_name]
+        lowest = -(1 << (args.num_bits - 1))
+        highest = -1 - lowest
+        codes = self.module.weight_codes if base_name == "weight" else None
+        if base_name in self._numbers:
+            scale, zero_point = self._numbers[base_name]
+            if codes is None:
+                codes = operations.quantize_per_tensor(value, scale, zero_point, lowest, highest, torch.int8)
+            return operations.dequantize_per_tensor(codes, scale, zero_point, lowest, highest, torch.int8)
+        scales = self.module.weight_step
+        zero_points = self.module.weight_zero
+        if args.strategy == QuantizationStrategy.GROUP:
+            return operations.dequantize_per_channel_group(
+                codes, scales, zero_points, lowest, highest, torch.int8, int(args.group_size or 1), torch.float32
+            )
+        axis = kind_of(self.module).rows
+        return operations.dequantize_per_channel(codes, scales, zero_points, axis, lowest, highest, torch.int8)

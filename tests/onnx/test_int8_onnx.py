@@ -1,0 +1,235 @@
+"""INT8_ONNX: outputs are quantized where an engine quantizes them, so that it computes with integers throughout."""
+
+import copy
+from collections import Counter
+
+import onnx
+import onnxruntime
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationSession,
+    QuantizationAwareTraining,
+    export_checkpoint,
+    export_onnx,
+    load_checkpoint,
+    quantized,
+)
+from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
+from lightning_obs.ranks.collectives import Collectives
+from tests.support.lightning_package import L
+from tests.support.rank_processes import run_ranks
+
+
+class Block(nn.Module):
+    """Two convolutions with batch norms; the input is added to the second one's output in place, as timm does."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.conv1, self.norm1, self.relu1 = convolution(16), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        self.conv2, self.norm2, self.relu2 = convolution(16), nn.BatchNorm2d(16), nn.ReLU(inplace=True)
+        self.in_place = in_place
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(self.relu1(self.norm1(self.conv1(x)))))
+        if self.in_place:
+            y += x
+        else:
+            y = y + x
+        return self.relu2(y)
+
+
+def convolution(channels):
+    return nn.Conv2d(channels, 16, 3, padding=1, bias=False)
+
+
+class Residual(nn.Module):
+    def __init__(self, in_place=True):
+        super().__init__()
+        self.stem = nn.Sequential(convolution(3), nn.BatchNorm2d(16), nn.ReLU6())
+        self.blocks = nn.Sequential(Block(in_place), Block(in_place))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, image):
+        return self.head(self.blocks(self.stem(image)).mean((2, 3)))
+
+
+class Functional(nn.Module):
+    """Activations and sums are functions: no module's output is theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1, self.norm1, self.conv2 = convolution(3), nn.BatchNorm2d(16), convolution(16)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, image):
+        x = F.relu(self.norm1(self.conv1(image)))
+        return self.head(F.relu(x + self.conv2(x)).mean((2, 3)))
+
+
+def calibrated(model, scheme="INT8_ONNX", **options):
+    """The model in evaluation mode, and the session that has calibrated it under inference mode, as Lightning runs."""
+    model.eval()
+    torch.manual_seed(0)
+    with CalibrationSession(model, scheme, **options) as session, torch.inference_mode():
+        for _ in range(3):
+            model(torch.randn(4, 3, 12, 12))
+    return model, session
+
+
+def quantized_outputs(model):
+    return {name for name, module in calibrated_modules(model) if "output_scale" in read_qparams(module)}
+
+
+def run(file, x):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.optimized_model_filepath = f"{file}.optimized"
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    [name] = [value.name for value in session.get_inputs()]
+    [output] = session.run(None, {name: x.numpy()})
+    graph = onnx.load(f"{file}.optimized", load_external_data=False).graph
+    return torch.tensor(output), Counter(node.op_type for node in graph.node)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_every_convolution_sum_and_product_is_computed_with_integers(tmp_path, in_place):
+    model, _ = calibrated(Residual(in_place))
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["QLinearAdd"], operations["QGemm"]) == (5, 2, 1)
+    assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul", "BatchNormalization"} & operations.keys()
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    # onnxruntime rounds the biases of convolutions to integers (docs/onnx.md)
+    torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(model.head.output_scale))
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_an_output_is_quantized_behind_the_batch_norm_and_relu_that_read_it(in_place):
+    model, session = calibrated(Residual(in_place))
+    behind = {"stem.2", "blocks.0.relu1", "blocks.0.relu2", "blocks.1.relu1", "blocks.1.relu2"}
+    assert quantized_outputs(model) == {*behind, "blocks.0.norm2", "blocks.1.norm2", "head"}
+    assert "blocks.0.norm1" not in session.result.modules  # nothing of it is left to quantize
+
+
+def test_functions_leave_the_output_of_the_module_before_them_quantized():
+    model, _ = calibrated(Functional())
+    assert quantized_outputs(model) == {"norm1", "conv2", "head"}
+
+
+def test_the_same_scheme_without_zero_points_is_tensorrts(tmp_path):
+    model, _ = calibrated(Residual(), "INT8_TENSORRT")
+    export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 12, 12), signed=True)
+    tensors = {tensor.name: tensor for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
+    zeros = [onnx.numpy_helper.to_array(tensor) for name, tensor in tensors.items() if name.endswith("_zero")]
+    assert zeros
+    for zero in zeros:
+        assert zero.dtype == "int8"
+        assert not zero.any()
+
+
+def test_a_model_without_followers_needs_none():
+    model, _ = calibrated(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Flatten(), nn.Linear(400, 4)))
+    assert quantized_outputs(model) == {"0", "3"}
+
+
+def test_targets_of_the_users_own_keep_the_followers():
+    model, _ = calibrated(Residual(), targets=["Conv2d"])
+    assert quantized_outputs(model) >= {"stem.2", "blocks.0.norm2"}
+    assert not hasattr(model.head, "weight_scale")
+
+
+def test_a_checkpoint_keeps_which_outputs_are_quantized(tmp_path):
+    model, _ = calibrated(Residual())
+    export_checkpoint(model, tmp_path / "folder")
+    x = torch.randn(2, 3, 12, 12)
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    loaded = load_checkpoint(Residual().eval(), tmp_path / "folder")
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), expected, rtol=0, atol=0)
+
+
+def test_a_saved_calibration_keeps_which_outputs_are_quantized():
+    model, session = calibrated(Residual())
+    state = copy.deepcopy(session.state_dict())
+    resumed = Residual().eval()
+    resumed.load_state_dict(model.state_dict())
+    later = CalibrationSession(resumed, "INT8_ONNX")
+    later.load_state_dict(state)
+    assert quantized_outputs(resumed) == quantized_outputs(model)
+    assert later.state_dict()["followed"] == state["followed"]
+
+
+def test_a_second_calibration_is_as_the_first():
+    model, session = calibrated(Residual())
+    first = dict(session.qparams)
+    torch.manual_seed(0)
+    with session, torch.inference_mode():
+        for _ in range(3):
+            model(torch.randn(4, 3, 12, 12))
+    assert session.qparams.keys() == first.keys()
+    for name, value in session.qparams.items():
+        torch.testing.assert_close(value, first[name], rtol=0, atol=0)
+
+
+def outputs_of_rank(rank):
+    """Calibrate on two ranks, of which one sees no data."""
+    model = Residual().eval()
+    collectives = Collectives.of_group()
+    with CalibrationSession(model, "INT8_ONNX", collectives=collectives), torch.inference_mode():
+        if rank == 1:
+            model(torch.randn(4, 3, 12, 12))
+    return quantized_outputs(model)
+
+
+def test_a_rank_that_saw_no_data_quantizes_the_same_outputs():
+    model, _ = calibrated(Residual())
+    assert run_ranks(outputs_of_rank, 2) == [quantized_outputs(model)] * 2
+
+
+class Classifier(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Residual()
+
+    def forward(self, images):
+        return self.net(images)
+
+    def training_step(self, batch, _):
+        images, labels = batch
+        return F.cross_entropy(self(images), labels)
+
+    def validation_step(self, batch, _):
+        images, labels = batch
+        self.log("val_loss", F.cross_entropy(self(images), labels))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("callback", [CalibrationCallback, QuantizationAwareTraining])
+def test_a_fit_ends_with_a_file_of_integers(tmp_path, callback):
+    torch.manual_seed(0)
+    images, labels = torch.randn(32, 3, 12, 12), torch.randint(0, 4, (32,))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=8)
+    module = Classifier()
+    trainer = L.Trainer(
+        max_epochs=2, callbacks=[callback("INT8_ONNX")], accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader, loader)
+    module.eval()
+    export_onnx(module.net, tmp_path / "model.onnx", images[:1])
+    output, operations = run(tmp_path / "model.onnx", images[:1])
+    assert (operations["QLinearConv"], operations["QLinearAdd"], operations["QGemm"]) == (5, 2, 1)
+    with quantized(module), torch.no_grad():
+        expected = module(images[:1])
+    torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(module.net.head.output_scale))
