@@ -23,6 +23,7 @@ from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import refuse_unknown, require_bool
+from lightning_obs.gguf.gguf_file import export_gguf
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates, fact_names, known_facts
@@ -166,6 +167,21 @@ class Results:
             return Path(file)
         with session.in_force():
             return write(session.model, file, example, **options)
+
+    def export_gguf(self, file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> Path:
+        """Write the calibrated module as a GGUF file; on several ranks, rank 0 writes.
+
+        Args:
+            file, base, overwrite: as :func:`~lightning_obs.export_gguf` takes them.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or the file cannot be written.
+        """
+        session = self._source._exportable_session()
+        if not _writes(session):
+            return Path(file)
+        with session.in_force():
+            return export_gguf(session.model, file, base, overwrite=overwrite)
 
     def _exportable_session(self) -> CalibrationSession:
         """The session whose calibration is exported.

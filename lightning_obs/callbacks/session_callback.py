@@ -160,6 +160,21 @@ class SessionCallback(Callback):
         """
         return self.results.export_traced(export_program, file, example, options)
 
+    def export_gguf(
+        self, file: str | os.PathLike[str], base: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> Path:
+        """Write the calibrated module as a GGUF file for llama.cpp (:func:`~lightning_obs.export_gguf`); rank 0 writes.
+
+        Args:
+            file: path of the new file, which appears complete or not at all.
+            base: a GGUF file of the same model in float, whose weights are replaced.
+            overwrite: replace an existing ``file``.
+
+        Raises:
+            CalibrationError: as for :meth:`export`; or no GGUF file can hold the model, or ``base`` is of another one.
+        """
+        return self.results.export_gguf(file, base, overwrite)
+
     def layer_errors(
         self,
         batches: Iterable[Mapping[str, Any] | torch.Tensor] | None = None,

@@ -123,7 +123,6 @@ def require_gguf(
     Raises:
         CalibrationError: all that :func:`export_gguf` raises, unless the values of the calibration are the cause.
     """
-    import_package("gguf", "export_gguf")
     _prepare(model, schemes, file, base, overwrite)
 
 
@@ -135,24 +134,37 @@ def _prepare(
     overwrite: bool,
 ) -> tuple[BaseFile, dict[str, _Replacement]]:
     """All checks of :func:`require_gguf`; then the base, and its tensors that get other data."""
-    require_bool(overwrite=overwrite)
-    file = Path(file)
-    if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
-    if file.exists() and Path(base).exists() and file.samefile(base):
-        raise CalibrationError(f"{file} is the base itself", remedy="choose another name.")
+    base_file = check_files(file, base, overwrite)
     refuse(
         [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
         "weights are sharded over ranks, or offloaded",
         remedy="export_checkpoint, then load_checkpoint in one process and export_gguf there.",
     )
     _refuse_schemes(model, schemes)
-    base_file = BaseFile(Path(base))
     _refuse_other_embeddings(model, schemes, base_file)
     return base_file, _replacements(model, schemes, base_file)
 
 
 # ---------------------------------------------------------------------- refusals
+
+
+def check_files(file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> BaseFile:
+    """Refuse files that could not be written or read, of any model; the command line asks before it loads one.
+
+    Args:
+        file, base, overwrite: as for :func:`export_gguf`.
+
+    Returns:
+        The base.
+    """
+    import_package("gguf", "export_gguf")
+    require_bool(overwrite=overwrite)
+    file = Path(file)
+    if file.exists() and not (overwrite and file.is_file()):
+        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+    if file.exists() and Path(base).exists() and file.samefile(base):
+        raise CalibrationError(f"{file} is the base itself", remedy="choose another name.")
+    return BaseFile(Path(base))
 
 
 def _refuse_schemes(model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
