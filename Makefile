@@ -13,6 +13,10 @@ ONNX_RUNTIMES := openvino
 # For the tests of loops for a GPU: apart, because compressed-tensors and torch's compiler import it where they find it.
 # Not in constraints.txt: torch's build for CUDA brings another release.
 GPU_PACKAGES := triton==3.9.0
+# Of llama.cpp: no server, no tests, nothing that it would load from elsewhere.
+LLAMA_CPP_OPTIONS := -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \
+	-DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+LLAMA_CPP_PROGRAMS := llama-perplexity llama-quantize llama-imatrix
 # For make clients: what this package needs, and packages that share an environment with it.
 CLIENTS := lightning pytorch-lightning transformers compressed-tensors hydra-core numba scipy pytorch-forecasting darts \
 	neuralforecast chemprop scvi-tools diffusers "jsonargparse[signatures]" einops
@@ -31,7 +35,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines llama-cpp clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -197,6 +201,31 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 	rm .venv-engines/llama.cpp/*.tar.gz
 	touch $@
 
+# llama.cpp's programs, built from the source inside llama-cpp-python (ten minutes of two cores), and its converter: what
+# export_gguf writes is read by them.
+llama-cpp: $(VENV)/.installed-test .venv-llama-cpp/.installed
+	$(BIN)/python -m pytest -m "nightly or not nightly" tests/gguf
+	$(BIN)/python benchmarks/accuracy/unquantized_model.py
+	$(BIN)/python benchmarks/engines/gguf_quality.py
+
+.venv-llama-cpp/.installed: constraints-engines.txt Makefile
+	test -x .venv-llama-cpp/bin/python || $(PYTHON) -m venv .venv-llama-cpp
+	.venv-llama-cpp/bin/python -m pip install --quiet --upgrade pip
+	.venv-llama-cpp/bin/python -m pip install --quiet -c constraints-engines.txt cmake ninja
+	rm -rf .venv-llama-cpp/llama.cpp
+	mkdir .venv-llama-cpp/llama.cpp
+	.venv-llama-cpp/bin/python -m pip download --quiet -c constraints-engines.txt --no-deps --no-binary llama-cpp-python \
+		--dest .venv-llama-cpp/llama.cpp llama-cpp-python
+	tar -xzf .venv-llama-cpp/llama.cpp/*.tar.gz -C .venv-llama-cpp/llama.cpp --strip-components=3 --wildcards \
+		"*/vendor/llama.cpp/*"
+	rm .venv-llama-cpp/llama.cpp/*.tar.gz
+	.venv-llama-cpp/bin/python -m pip install --quiet -c constraints-engines.txt --no-deps \
+		--target .venv-llama-cpp/llama.cpp/packages sentencepiece
+	.venv-llama-cpp/bin/cmake -G Ninja -S .venv-llama-cpp/llama.cpp -B .venv-llama-cpp/llama.cpp/build \
+		-DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv-llama-cpp/bin/ninja $(LLAMA_CPP_OPTIONS)
+	.venv-llama-cpp/bin/cmake --build .venv-llama-cpp/llama.cpp/build --parallel 2 --target $(LLAMA_CPP_PROGRAMS)
+	touch $@
+
 # Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/clients.md).
 # torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
 clients: .venv-clients/.installed
@@ -214,5 +243,5 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -20,11 +20,12 @@ from lightning_obs import (
     packages,
     quantized,
 )
+from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.gguf.base_file import BaseFile
 from lightning_obs.model.module_qparams import calibrated_modules
 from lightning_obs.model.stored import stored_weight
-from tests.support.gguf_base import tiny, write_base
+from tests.support.gguf_base import default_base, tiny, write_base
 from tests.support.markdown import blocks, page
 
 
@@ -214,13 +215,9 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_default_model_is_written_into_the_file_that_it_came_from(tmp_path):
-    from lightning_obs.app.models import pretrained
-
-    model, _ = pretrained.load_pretrained(dtype="float32")
-    package = pretrained.importlib.util.find_spec(pretrained._PACKAGE)
-    base = pretrained.Path(package.origin).parent / pretrained._GGUF
+    model, _ = load_pretrained(dtype="float32")
     calibrate(model)
-    file = export_gguf(model, tmp_path / "model.gguf", base)
+    file = export_gguf(model, tmp_path / "model.gguf", default_base())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 30)
     values = read(file)
     for name, weight in weights_of(model).items():

