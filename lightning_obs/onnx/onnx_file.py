@@ -108,8 +108,9 @@ def export_onnx(
 
     if signed is None:
         signed = takes_signed_activations()
-    with left_as_it_was(model):
-        program = _trace(model, example, dynamic_shapes, signed)
+    arguments = Example.of(model, example, dynamic_shapes)
+    with left_as_it_was(model), written_by(model, partial(_QdqWriter, signed=signed)):
+        program = trace_onnx(model, arguments)
 
     finish(program.model, _names_of_4_bit_codes(model))
     _save(program, file, overwrite)
@@ -223,31 +224,32 @@ def _onnx_shape(stored: StoredRange) -> tuple[int, ...]:
     return ()
 
 
-def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) -> Any:
-    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward; see :func:`export_onnx`.
+def trace_onnx(model: nn.Module, arguments: Example) -> Any:
+    """The model as a ``torch.onnx.ONNXProgram``.
+
+    :func:`export_onnx` calls it in a block of :func:`.written_by`, :func:`.measure_onnx` outside of one, for a file in
+    float.
 
     Args:
-        model: calibrated, in evaluation mode.
-        example, dynamic_shapes: as for :func:`export_onnx`.
+        model: in evaluation mode.
+        arguments: to trace it with.
 
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.
     """
-    arguments = Example.of(model, example, dynamic_shapes)
-    with written_by(model, partial(_QdqWriter, signed=signed)):
-        try:
-            return torch.onnx.export(
-                model,
-                arguments.positional,
-                kwargs=arguments.by_name,
-                dynamic_shapes=arguments.dynamic_shapes,
-                opset_version=_OPSET,
-                dynamo=True,
-                verbose=False,
-            )
-        except Exception as error:
-            remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
-            raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
+    try:
+        return torch.onnx.export(
+            model,
+            arguments.positional,
+            kwargs=arguments.by_name,
+            dynamic_shapes=arguments.dynamic_shapes,
+            opset_version=_OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    except Exception as error:
+        remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
+        raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
 
 
 # ---------------------------------------------------------------------- writing
