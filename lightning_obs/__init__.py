@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_obs.forward.quantized_forward import quantized
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
+    from lightning_obs.onnx.measured_file import OnnxMeasurement, measure_onnx
     from lightning_obs.onnx.onnx_file import export_onnx
     from lightning_obs.program.program_file import export_program
     from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
@@ -42,6 +43,7 @@ _HOME = {
     "CalibrationResult": "lightning_obs.calibration.result",
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
+    "OnnxMeasurement": "lightning_obs.onnx.measured_file",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
     "calibrate_layerwise": "lightning_obs.streaming.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
@@ -50,6 +52,7 @@ _HOME = {
     "export_program": "lightning_obs.program.program_file",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
+    "measure_onnx": "lightning_obs.onnx.measured_file",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
     "quantize_checkpoint": "lightning_obs.streaming.checkpoint_weights",
     "quantized": "lightning_obs.forward.quantized_forward",
@@ -65,6 +68,7 @@ __all__ = [
     "CalibrationSession",
     "CalibrationWarning",
     "Observer",
+    "OnnxMeasurement",
     "QuantizationAwareTraining",
     "calibrate_layerwise",
     "choose_observers",
@@ -73,6 +77,7 @@ __all__ = [
     "export_program",
     "linearize_experts",
     "load_checkpoint",
+    "measure_onnx",
     "mixed_precision",
     "quantize_checkpoint",
     "quantized",

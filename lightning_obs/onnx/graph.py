@@ -20,7 +20,10 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def finish(model: Any, names: Collection[str]) -> None:
-    """Fold batch norms, store 4-bit integers in 4 bits, name nodes after modules, remove what the exporter has left.
+    """Finish a traced graph: what engines need in another form, and what the exporter has left.
+
+    Batch norms are folded, products of dynamic ranges become products of integers, 4-bit integers are stored in 4 bits,
+    nodes are named after modules; unused nodes and the exporter's notes are removed.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
@@ -29,6 +32,9 @@ def finish(model: Any, names: Collection[str]) -> None:
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
         _fold(model.graph, batch_norm)
+    products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
+    for product in products:
+        _multiply_integers(model.graph, product)
     _store_4_bit(model.graph, names)
     RemoveUnusedNodesPass()(model)
     _name_after_modules(model.graph)
@@ -92,6 +98,44 @@ def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
             return False
     parameters = [*batch_norm.inputs[1:], *weight.inputs, *conv.inputs[2:3]]
     return all(value.const_value is not None for value in parameters)
+
+
+def _multiply_integers(graph: Any, product: Any) -> None:
+    """Write a product of an input whose range is found at run time as a product of integers.
+
+    Left as a product of dequantized tensors, onnxruntime would quantize the input in another way (``MatMulNBits``).
+
+    Args:
+        graph: changed in place.
+        product: a MatMul or Gemm of a Linear. One with a calibrated input, or none, stays.
+    """
+    dequantize = product.inputs[0].producer()
+    quantize = None if dequantize is None else dequantize.inputs[0].producer()
+    if quantize is None or quantize.op_type != "DynamicQuantizeLinear":
+        return
+    weight = product.inputs[1].producer()
+    if weight.op_type == "Transpose":
+        weight = weight.inputs[0].producer()
+    name = weight.inputs[0].name
+    codes, step, zero = [value.const_value.numpy() for value in weight.inputs]
+    transposed = _constant(graph, f"{name}_transposed", codes.T, np.int8)
+    integers = [quantize.outputs[0], transposed, quantize.outputs[2]]
+    if zero.any():
+        integers.append(_constant(graph, f"{name}_zero", zero, np.int8))
+    scales = _constant(graph, f"{name}_step", step, np.float32)
+    accumulate = ir.node("MatMulInteger", integers)
+    cast = ir.node("Cast", accumulate.outputs, {"to": ir.DataType.FLOAT})
+    scale = ir.node("Mul", [quantize.outputs[1], scales])
+    nodes = [accumulate, cast, scale, ir.node("Mul", [cast.outputs[0], scale.outputs[0]])]
+    if product.op_type == "Gemm" and len(product.inputs) > 2:
+        nodes.append(ir.node("Add", [nodes[-1].outputs[0], product.inputs[2]]))
+    for node in nodes:
+        node.metadata_props.update(product.metadata_props)
+    output = nodes[-1].outputs[0]
+    output.name, output.shape, output.type = product.outputs[0].name, product.outputs[0].shape, product.outputs[0].type
+    graph.insert_before(product, nodes)
+    product.outputs[0].replace_all_uses_with(output, replace_graph_outputs=True)
+    graph.remove(product, safe=True)
 
 
 def _array(value: Any) -> Any:

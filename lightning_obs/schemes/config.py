@@ -50,6 +50,8 @@ _FOLLOWERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ReLU", "ReLU6")
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
 _SYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
 _ASYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False)
+#: the one dynamic range that ONNX has an operation for
+_DYNAMIC = QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -63,10 +65,12 @@ class OwnPreset:
 
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
 #: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
+#: INT8_DYNAMIC has one range for a whole batch, found at run time, as ONNX files of speech models do.
 #: onnxruntime and OpenVINO compute with integers from one quantized output to the next; TensorRT takes no zero points.
 OWN_PRESETS: dict[str, OwnPreset] = {
     "INT8_STATIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC}),
     "INT8_STATIC_ASYM": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC}),
+    "INT8_DYNAMIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _DYNAMIC}),
     "INT8_ONNX": OwnPreset(
         {"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC, "output_activations": _ASYMMETRIC},
         _ALL_KINDS,
