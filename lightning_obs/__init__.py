@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_obs.choice.sensitivity import sensitivity
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.forward.quantized_forward import quantized
+    from lightning_obs.gguf.gguf_file import export_gguf
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
     from lightning_obs.onnx.measured_file import OnnxMeasurement, measure_onnx
@@ -48,6 +49,7 @@ _HOME = {
     "calibrate_layerwise": "lightning_obs.streaming.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
+    "export_gguf": "lightning_obs.gguf.gguf_file",
     "export_onnx": "lightning_obs.onnx.onnx_file",
     "export_program": "lightning_obs.program.program_file",
     "linearize_experts": "lightning_obs.moe.experts",
@@ -73,6 +75,7 @@ __all__ = [
     "calibrate_layerwise",
     "choose_observers",
     "export_checkpoint",
+    "export_gguf",
     "export_onnx",
     "export_program",
     "linearize_experts",

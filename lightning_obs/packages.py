@@ -24,6 +24,7 @@ EXTRAS = {
     "onnx": "onnx",
     "onnxscript": "onnx",
     "onnxruntime": "onnx",
+    "gguf": "gguf",
 }
 
 

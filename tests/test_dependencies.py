@@ -81,7 +81,7 @@ def test_the_extra_that_an_error_names_brings_the_package(name, extra):
 def test_the_oldest_releases_are_the_lower_bounds():
     """Of torch alone a newer one is installed, which the file says."""
     pins = dict(re.findall(r"^([\w-]+)==(.*)$", (ROOT / "constraints-oldest.txt").read_text(), flags=re.MULTILINE))
-    lists = [requirements(key) for key in ("dependencies", "cli", "fast", "mixed", "onnx")]
+    lists = [requirements(key) for key in ("dependencies", "cli", "fast", "mixed", "onnx", "gguf")]
     for requirement in itertools.chain(*lists):
         oldest = Version(pins[requirement.name])
         bounds = [spec.version for spec in requirement.specifier if spec.operator == ">="]

@@ -16,6 +16,7 @@ from lightning_obs import (
     CalibrationCallback,
     CalibrationError,
     CalibrationSession,
+    export_gguf,
     export_onnx,
     load_checkpoint,
     mixed_precision,
@@ -130,6 +131,12 @@ def test_onnx_names_its_extra(tmp_path):
     message = r'export_onnx needs the package onnx.*pip install "lightning-obs\[onnx\]"'
     with pytest.raises(CalibrationError, match=message):
         export_onnx(nn.Linear(2, 2), tmp_path / "m.onnx", torch.randn(1, 2))
+
+
+def test_gguf_names_its_extra(tmp_path):
+    message = r'export_gguf needs the package gguf.*pip install "lightning-obs\[gguf\]"'
+    with pytest.raises(CalibrationError, match=message):
+        export_gguf(nn.Linear(2, 2), tmp_path / "model.gguf", tmp_path / "base.gguf")
 
 
 def test_mixed_precision_names_its_extra_before_anything_is_measured():

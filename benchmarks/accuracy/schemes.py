@@ -33,6 +33,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     for name in (
         *("INT8_STATIC", "INT8_STATIC_ASYM", "W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
         *("W4A16", "W4A16_ASYM", "W8A16", "W4A8", "W4AFP8"),
+        *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"),
         *("NVFP4", "NVFP4A16", "MXFP4", "MXFP4A16", "MXFP8", "MXFP8A16"),
     )
 } | {

@@ -54,6 +54,8 @@ def gather_report(
     sizes = None
     if job.folder is not None:
         sizes = (model_bytes(job.model), folder_size(job.folder))
+    elif job.gguf_file is not None:
+        sizes = (model_bytes(job.model), job.gguf_file.stat().st_size)
     return job.callback.results.facts(
         title=f"{label} \N{MIDDLE DOT} {model_name}",
         lines=list(lines),

@@ -36,7 +36,7 @@ from lightning_obs.report.step import Step
 
 _PROGRAM = ("python", "-m", "lightning_obs")
 #: keys of folders that a run writes to; a proposed run writes to folders of its own
-_FOLDERS = ("output_dir", "export.folder")
+_FOLDERS = ("output_dir", "export.folder", "export.file")
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
 
 #: changes of the steps whose change depends on nothing
 _CHANGES = {
-    "export": _Change(["export=checkpoint"], keys=["export.folder"]),
+    "export": _Change(["export=checkpoint"], keys=["export.folder", "export.file", "export.base"]),
     "measure": _Change(["evaluate=true"]),
     "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
     "rounding": _Change(["weight_observer=hessian", "rounding=gptq"], groups=["weight_observer", "rounding"]),

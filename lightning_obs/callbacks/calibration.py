@@ -250,6 +250,7 @@ class CalibrationCallback(SessionCallback):
         if self.quantized_metrics is not None:
             self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
+        self.results.first_call.watch(self.session)
 
     on_test_batch_start = on_validation_batch_start
 

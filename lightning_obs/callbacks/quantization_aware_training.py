@@ -281,6 +281,7 @@ class QuantizationAwareTraining(SessionCallback):
         """Before the first batch observe weights and quantize everything, or observe data for a first calibration."""
         self._begin_validation(trainer, pl_module)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
+        self.results.first_call.watch(self.session)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

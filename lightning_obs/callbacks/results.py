@@ -13,6 +13,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.deep_copies import DeepCopies
+from lightning_obs.callbacks.first_call import FirstCall
 from lightning_obs.callbacks.logged_results import log_layers, log_number
 from lightning_obs.callbacks.possible_steps import can_choose_observers, takes_options
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
@@ -22,6 +23,7 @@ from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.callbacks.which_module import require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import refuse_unknown, require_bool
+from lightning_obs.gguf.gguf_file import export_gguf
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.facts import Report, ScaleDrift, aggregates, fact_names, known_facts
@@ -73,6 +75,7 @@ class Results:
         self.log_prefix = "quant"
         self.drift = ScaleDrift()  # of the scales, calibration by calibration
         self.was_trained = False  # whether a fit has trained the model through the quantization
+        self.first_call = FirstCall()  # an example for files that are traced
         self._label = label
         self._log = log
         self._export_folder = export_folder
@@ -134,15 +137,61 @@ class Results:
             CalibrationError: nothing was calibrated yet, or the checkpoint cannot be written.
         """
         source = self._source
-        if source._require_exportable is not None:
-            source._require_exportable()
-        session = source.trainer_session.require_calibrated()
+        session = source._exportable_session()
         pl_module = source.trainer_session.pl_module
         reshard(pl_module)
-        if session.collectives.rank != 0 and not any(in_shards(module) for module in session.model.modules()):
+        if not _writes(session):
             return Path(folder)
         with session.in_force():
             return export_checkpoint(session.model, folder, tokenizer=tokenizer or _tokenizer_of(pl_module), **options)
+
+    def export_traced(
+        self, write: Callable[..., Path], file: str | os.PathLike[str], example: Any, options: dict[str, Any]
+    ) -> Path:
+        """Write the calibrated module by a function that traces it; on several ranks, rank 0 writes.
+
+        Args:
+            write: :func:`~lightning_obs.export_onnx` or :func:`~lightning_obs.export_program`.
+            file: written whole or not at all.
+            example: of the module's inputs; None: the first validation batch's.
+            options: of ``write``.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or the file cannot be written.
+        """
+        source = self._source
+        session = source._exportable_session()
+        if example is None:
+            example = source.first_call.example(session.model, is_dynamic=options.get("dynamic_shapes") is not None)
+        if not _writes(session):
+            return Path(file)
+        with session.in_force():
+            return write(session.model, file, example, **options)
+
+    def export_gguf(self, file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> Path:
+        """Write the calibrated module as a GGUF file; on several ranks, rank 0 writes.
+
+        Args:
+            file, base, overwrite: as :func:`~lightning_obs.export_gguf` takes them.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or the file cannot be written.
+        """
+        session = self._source._exportable_session()
+        if not _writes(session):
+            return Path(file)
+        with session.in_force():
+            return export_gguf(session.model, file, base, overwrite=overwrite)
+
+    def _exportable_session(self) -> CalibrationSession:
+        """The session whose calibration is exported.
+
+        Raises:
+            CalibrationError: nothing was calibrated yet, or the calibration cannot be exported yet.
+        """
+        if self._require_exportable is not None:
+            self._require_exportable()
+        return self.trainer_session.require_calibrated()
 
     def layer_errors(
         self,
@@ -306,6 +355,11 @@ class Results:
     def _has_logged_metrics(self) -> bool:
         """Whether the last validation has logged anything beside its step."""
         return bool(self.curves) and len(self.curves[-1]) > 1
+
+
+def _writes(session: CalibrationSession) -> bool:
+    """Whether this rank takes part in an export: rank 0, and every rank where weights are sharded."""
+    return session.collectives.rank == 0 or any(in_shards(module) for module in session.model.modules())
 
 
 def _tokenizer_of(pl_module: LightningModule) -> Any:

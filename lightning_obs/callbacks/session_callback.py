@@ -23,6 +23,8 @@ from lightning_obs.callbacks.which_module import describe
 from lightning_obs.errors import CalibrationError, require_bool, require_kind
 from lightning_obs.files.tensors import Progress
 from lightning_obs.numerics.histogram import Support
+from lightning_obs.onnx.onnx_file import export_onnx
+from lightning_obs.program.program_file import export_program
 from lightning_obs.report.layer_errors import LayerError
 
 if TYPE_CHECKING:
@@ -69,7 +71,7 @@ class SessionCallback(Callback):
         self.trainer_session = trainer_session
         self.results = results
         self.export_at_end = export_at_end
-        self.parts_of_run = [trainer_session, *parts_of_run]
+        self.parts_of_run: list[PartOfRun] = [trainer_session, results.first_call, *parts_of_run]
 
     # ------------------------------------------------------------------ results
 
@@ -127,6 +129,51 @@ class SessionCallback(Callback):
         return self.results.export(
             folder, tokenizer, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress
         )
+
+    def export_onnx(self, file: str | os.PathLike[str], example: Any = None, **options: Any) -> Path:
+        """Write the calibrated module as an ONNX file (:func:`~lightning_obs.export_onnx`); rank 0 writes.
+
+        Args:
+            file: path of the new file, which appears complete or not at all.
+            example: inputs to trace the module with. None: those that the first validation batch called it with. If
+                all its tensors have one size in their first dimension, that is one sample of them, or two where
+                ``dynamic_shapes`` lets sizes vary; labels of a transformers model are left out.
+            **options: ``dynamic_shapes``, ``overwrite`` and the other options of the function.
+
+        Raises:
+            CalibrationError: as for :meth:`export`; there is no example; or no such file can hold the model.
+        """
+        return self.results.export_traced(export_onnx, file, example, options)
+
+    def export_program(self, file: str | os.PathLike[str], example: Any = None, **options: Any) -> Path:
+        """Write the calibrated module as a program of torch.export (:func:`~lightning_obs.export_program`).
+
+        Rank 0 writes.
+
+        Args:
+            file: path of the new file, which appears complete or not at all.
+            example: inputs to trace the module with; None: as for :meth:`export_onnx`.
+            **options: ``dynamic_shapes`` and ``overwrite`` of the function.
+
+        Raises:
+            CalibrationError: as for :meth:`export`; there is no example; or no such file can hold the model.
+        """
+        return self.results.export_traced(export_program, file, example, options)
+
+    def export_gguf(
+        self, file: str | os.PathLike[str], base: str | os.PathLike[str], *, overwrite: bool = False
+    ) -> Path:
+        """Write the calibrated module as a GGUF file for llama.cpp (:func:`~lightning_obs.export_gguf`); rank 0 writes.
+
+        Args:
+            file: path of the new file, which appears complete or not at all.
+            base: a GGUF file of the same model in float, whose weights are replaced.
+            overwrite: replace an existing ``file``.
+
+        Raises:
+            CalibrationError: as for :meth:`export`; or no GGUF file can hold the model, or ``base`` is of another one.
+        """
+        return self.results.export_gguf(file, base, overwrite)
 
     def layer_errors(
         self,

@@ -21,15 +21,19 @@ from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, g
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+#: strategies of packages that ``class_of`` does not look into, whose ranks may hold a part of the weights only
+_THIRD_PACKAGES = ("ColossalAIStrategy",)
+
 
 def collectives_of(trainer: Trainer) -> Collectives:
     """Return how this rank reduces and gathers over the others, through the Trainer's strategy.
 
-    Before the Trainer has started its ranks, they are the collectives of one rank; so are those of a strategy that has
-    no ``world_size`` of its own.
+    Before the Trainer's first run, which starts the ranks, they are the collectives of one rank; so are those of a
+    strategy that has no ``world_size`` of its own.
 
     Raises:
-        CalibrationError: a strategy whose ranks do not hold the whole model, or end with the run.
+        CalibrationError: a strategy whose ranks do not hold the whole model, end with the run, or have no process group
+            of ``torch.distributed`` in which they could talk.
     """
     strategy = trainer.strategy
     if trainer.world_size == 1:
@@ -41,7 +45,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
     # These derive from DDPStrategy, but a rank may hold a part of the weights only.
-    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy") or _is_colossal_ai(strategy)
+    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy") or _is_of_third_package(strategy)
     is_supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
     if shares_weights or not is_supported:
         raise CalibrationError(
@@ -51,7 +55,14 @@ def collectives_of(trainer: Trainer) -> Collectives:
             remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
         )
     if not dist.is_initialized():
-        return Collectives()
+        if trainer.state.fn is None:
+            return Collectives()
+        raise CalibrationError(
+            f"the ranks of {type(strategy).__name__} cannot reach each other, so each would find scales of its own",
+            got=f"{trainer.world_size} ranks, and no process group of torch.distributed",
+            expected="a strategy that calls torch.distributed.init_process_group in setup_environment",
+            remedy="calibrate with Trainer(strategy='ddp') or Trainer(devices=1).",
+        )
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
         with all_ranks_answer():
@@ -60,9 +71,9 @@ def collectives_of(trainer: Trainer) -> Collectives:
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
 
 
-def _is_colossal_ai(strategy: object) -> bool:
-    """Whether a strategy is of ``lightning_colossalai``, a package that ``class_of`` does not look into."""
-    return any(cls.__name__ == "ColossalAIStrategy" for cls in type(strategy).__mro__)
+def _is_of_third_package(strategy: object) -> bool:
+    """Whether a strategy is one of ``_THIRD_PACKAGES``, or a subclass."""
+    return any(cls.__name__ in _THIRD_PACKAGES for cls in type(strategy).__mro__)
 
 
 def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -367,7 +367,7 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
 
     The lowest code ``-2 ** (bits - 1)`` has no counterpart, so a positive scale leaves the largest positive value half
     a step beyond the last code. A negative scale turns the codes around. Where both ends have one magnitude, the scale
-    is positive; an all-zero range gives the dtype's eps.
+    is positive; an all-zero range gives the eps of the scale's dtype.
 
     >>> signed_scale(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 1.0]), QuantizationArgs(num_bits=4))
     tensor([-0.2500,  0.2500])
@@ -376,7 +376,9 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
     above = high.clamp(min=0)
     farther = torch.where(above > below, -above, below)
     scale = farther / 2 ** (args.num_bits - 1)
-    eps = torch.finfo(scale.dtype).eps
+    stored_dtype = args.scale_dtype or scale.dtype
+    scale = scale.to(stored_dtype).to(scale.dtype)
+    eps = torch.finfo(stored_dtype).eps
     return torch.where(scale == 0, eps, scale)
 
 
@@ -389,13 +391,16 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
 
 
 def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
-    """Whether scales of a tensor may be negative: for weights in symmetric integer formats with unrounded scales.
+    """Whether scales of a tensor may be negative: for weights in symmetric integer formats.
+
+    Not where scales are rounded to a dtype of one byte, which is meant for magnitudes.
 
     Asked by an observer's constructor, and where the scales of a checkpoint are checked.
     """
     if base_name != "weight" or args.type != QuantizationType.INT:
         return False
-    return bool(args.symmetric) and args.scale_dtype is None
+    has_wide_scales = args.scale_dtype is None or args.scale_dtype.itemsize > 1
+    return bool(args.symmetric) and has_wide_scales
 
 
 def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:

@@ -108,7 +108,7 @@ class Observer(Statistics, Registry):
         if self.signed and not can_be_signed(base_name, args):
             number_format = args.model_dump(mode="json", include={"num_bits", "type", "symmetric", "scale_dtype"})
             raise CalibrationError(
-                "signed scales are for weights in symmetric integer formats, stored as they are",
+                "signed scales are for weights in symmetric integer formats, with scales of 16 bits or more",
                 got=f"{base_name}, {number_format}",
                 remedy="leave out signed=True.",
             )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import torch
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
@@ -63,10 +64,28 @@ class OwnPreset:
     followers: tuple[str, ...] = ()  # classes whose outputs alone are quantized, like the outputs of its targets
 
 
+def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationArgs]:
+    """Weights as GGUF has them: in groups of 32, with scales in float16, which may be negative where there is no zero.
+
+    The search for a range costs no data. Scales that GGUF holds as they are need no rounding after the calibration.
+    """
+    weights = QuantizationArgs(
+        num_bits=num_bits,
+        strategy="group",
+        group_size=32,
+        symmetric=symmetric,
+        scale_dtype=torch.float16,
+        observer="memoryless_mse",
+        observer_kwargs={"signed": True} if symmetric else {},
+    )
+    return {"weights": weights}
+
+
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
 #: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
 #: INT8_DYNAMIC has one range for a whole batch, found at run time, as ONNX files of speech models do.
 #: onnxruntime and OpenVINO compute with integers from one quantized output to the next; TensorRT takes no zero points.
+#: Q4_0 to Q8_0 are GGUF's (gguf/block_formats.py).
 OWN_PRESETS: dict[str, OwnPreset] = {
     "INT8_STATIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC}),
     "INT8_STATIC_ASYM": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC}),
@@ -81,6 +100,11 @@ OWN_PRESETS: dict[str, OwnPreset] = {
         _ALL_KINDS,
         _FOLLOWERS,
     ),
+    "Q4_0": OwnPreset(_gguf_weights(4, symmetric=True)),
+    "Q4_1": OwnPreset(_gguf_weights(4, symmetric=False)),
+    "Q5_0": OwnPreset(_gguf_weights(5, symmetric=True)),
+    "Q5_1": OwnPreset(_gguf_weights(5, symmetric=False)),
+    "Q8_0": OwnPreset(_gguf_weights(8, symmetric=True)),
 }
 
 _EXPECTED = (

@@ -9,6 +9,7 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
 from tests.accelerator.common import Budget, assert_same_bits
+from tests.observers.contract import NAMES, OF_INPUTS
 from tests.support.pretend_device import DEVICE, counting
 
 TENSOR = {"num_bits": 8, "strategy": "tensor"}
@@ -34,6 +35,12 @@ PATHS = [
     ("memoryless_mse", "weight", BLOCKS, Budget(35, 6.21, 0)),
     ("nvfp4_expanded_mse", "weight", NVFP4, Budget(42, 434.77, 0)),
 ]
+#: what an observer may ask for that has no path here: statistics of a few passes, and no read by the host
+FEW_PASSES = Budget(12, 8.01, 0)
+#: paths of observers that have none above; those that want inputs are in test_calibration.py
+OTHERS = [(name, "input", TENSOR, FEW_PASSES) for name in NAMES if name not in {path[0] for path in PATHS} | OF_INPUTS]
+#: all but the searches of weights, the last four of PATHS
+WITHOUT_LOOPS = [path[:3] for path in [*PATHS[:-4], *OTHERS]]
 
 
 #: observers whose ranges are those of the CPU, or as good
@@ -53,7 +60,7 @@ def observer_of(name: str, base_name: str, args: dict) -> Observer:
     return Observer.load_from_registry(name, base_name=base_name, args=QuantizationArgs(**args))
 
 
-@pytest.mark.parametrize(("name", "base_name", "args", "budget"), PATHS)
+@pytest.mark.parametrize(("name", "base_name", "args", "budget"), [*PATHS, *OTHERS])
 def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, budget):
     value = value_of(name, base_name)
     expected, found = observer_of(name, base_name, args)(value), observer_of(name, base_name, args)
@@ -68,7 +75,7 @@ def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, 
     budget.holds(counts, name, unit=value.numel())
 
 
-@pytest.mark.parametrize(("name", "base_name", "args"), [path[:3] for path in PATHS[:-4]])
+@pytest.mark.parametrize(("name", "base_name", "args"), WITHOUT_LOOPS)
 def test_on_a_device_without_loops_torchs_operations_find_the_same_bits(name, base_name, args, monkeypatch):
     monkeypatch.delitem(on_gpu.LOOPS, DEVICE.type)
     value = value_of(name, base_name)[:1]

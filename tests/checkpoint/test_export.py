@@ -25,6 +25,7 @@ ANY_DTYPE = [
     "W8A16",
     "W4A8",
     "W4AFP8",
+    "Q4_0",
     "FP8 kv_cache=FP8",
 ]
 BF16_ONLY = ["NVFP4", "NVFP4A16", "MXFP4", "MXFP8"]

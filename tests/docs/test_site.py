@@ -8,12 +8,16 @@ import sys
 import pytest
 
 import lightning_obs
+from lightning_obs import observers
 from tests.support.markdown import ROOT
 
 griffe = pytest.importorskip("griffe", reason="the docs' packages are not installed: make docs")
 
 PAGES = {path.relative_to(ROOT / "docs").as_posix(): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
 REFERENCE = {name for text in PAGES.values() for name in re.findall(r"^::: ([\w.]+)$", text, flags=re.MULTILINE)}
+#: the page of observers has all of them by one name, the module's
+OBSERVERS = {f"lightning_obs.observers.{name}" for name in observers.__all__ if re.search(r"\wObserver$", name)}
+REFERENCE |= OBSERVERS
 
 
 def test_every_public_name_is_in_the_reference():
@@ -62,6 +66,7 @@ def test_the_site_is_built_without_a_warning_and_asks_nothing_of_the_network(tmp
     built = {path.relative_to(tmp_path / "site").as_posix(): path.read_text() for path in tmp_path.rglob("*.html")}
     assert {page.removesuffix(".md") + ".html" for page in PAGES} <= set(built)
     html = "".join(built.values())
+    assert set(re.findall(r'id="(lightning_obs[.]\w+[.]\w+)"', built["reference/observers.html"])) >= OBSERVERS
     assert not re.findall(r"""<(?:script|img|iframe)[^>]+src="?(?:https?:)?//|<link[^>]+href="?(?:https?:)?//""", html)
     assert not re.findall(r"<p>[^<]*:(?:class|func|meth|attr|data):", html)  # roles in docstrings
     assert "<blockquote>" not in "".join(text for name, text in built.items() if name.startswith("reference/"))

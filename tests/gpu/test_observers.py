@@ -9,6 +9,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.numerics.moments import channel_products
 from lightning_obs.observers import Observer
+from tests.observers.contract import MEMORYLESS, NAMES, OF_INPUTS
 
 INT8 = {"num_bits": 8, "strategy": "tensor"}
 FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
@@ -17,6 +18,10 @@ CHANNEL = {"num_bits": 8, "strategy": "channel"}
 GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
 UNEVEN = {"num_bits": 4, "strategy": "group", "group_size": 64, "symmetric": False}
 BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+#: built-in observers of activations
+OF_ACTIVATIONS = [name for name in NAMES if name not in OF_INPUTS | set(MEMORYLESS)]
+#: those that compare, count or search, each in a test of its own
+OTHERS = ["static_minmax", "minmax", "histogram", "percentile", "mse"]
 
 
 def observe(device, name, base_name, args, dtype=torch.bfloat16):
@@ -86,13 +91,14 @@ def test_a_search_by_inputs_finds_the_cpus_ranges_but_for_ties(device, name):
     torch.testing.assert_close(found.get_min_max()[1].cpu(), high, rtol=0.2, atol=0)
 
 
-def test_moments_are_the_cpus_up_to_float64_addition(device):
-    expected, found = (observe(where, "normal_observer", "input", INT8)[0] for where in ("cpu", device))
+@pytest.mark.parametrize("name", [name for name in OF_ACTIVATIONS if name not in OTHERS])
+def test_what_adds_up_has_the_cpus_range_up_to_float64_addition(device, name):
+    expected, found = (observe(where, name, "input", INT8)[0] for where in ("cpu", device))
     for one, other in zip(found.get_min_max(), expected.get_min_max(), strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["static_minmax", "minmax", "histogram", "percentile", "mse", "normal_observer"])
+@pytest.mark.parametrize("name", OF_ACTIVATIONS)
 def test_the_host_waits_for_nothing_while_an_observer_observes(device, name):
     observe(device, name, "input", INT8)  # tables are made once
     observer = Observer.load_from_registry(name, base_name="input", args=QuantizationArgs(**INT8))

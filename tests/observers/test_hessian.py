@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize, preset_name_to_scheme
+from hypothesis import given, settings
 from torch import nn
 from torch.distributed import ReduceOp
 
 from lightning_obs import CalibrationError, CalibrationSession
 from lightning_obs.observers import Observer
+from tests.observers.contract import range_of, two_tensors
 
 TENSOR = QuantizationArgs(num_bits=4, strategy="tensor")
 CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")
@@ -284,3 +286,12 @@ def test_masked_tokens_do_not_count(name):
     seen.observe_inputs(torch.cat([x[0, :4], x[1, :2]]))
     torch.testing.assert_close(session.observers["0", "weight"].input_hessian, seen.input_hessian)
     assert session.observers["0", "weight"].input_count.item() == 6
+
+
+@pytest.mark.slow_but_first
+@each
+@settings(max_examples=25)
+@given(pair=two_tensors())
+def test_without_inputs_the_range_is_that_of_any_last_tensor_times_one_factor(name, pair):
+    observer = make(name, QuantizationArgs(num_bits=8), strict=False)
+    assert range_of(observer, *pair).is_scaled(pair[1], 0.36, 1.8)

@@ -14,6 +14,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.observers.counting import HistogramObserver
 from lightning_obs.observers.shared_measurements import observe_shared
+from tests.observers.contract import range_of, two_tensors
 from tests.observers.histograms import HEADS, WAYS, every_format, every_way, make, same
 
 # ---------------------------------------------------------------------- exact in any partition
@@ -234,3 +235,10 @@ def test_a_subclass_that_only_measures_otherwise_has_the_ranges_of_what_it_measu
     assert halved.get_statistics().keys() == {"counts", "min_vals", "max_vals"}
     halved.reset()
     assert not halved.has_statistics
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_the_range_is_that_of_any_two_tensors_times_one_factor(pair):
+    observed = range_of(make("histogram"), *pair)
+    assert observed.is_scaled(torch.cat([value.flatten() for value in pair]), 0.05, 1)

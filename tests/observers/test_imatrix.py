@@ -3,12 +3,14 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize, preset_name_to_scheme
+from hypothesis import given, settings
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
 from lightning_obs.observers.statistic import input_statistics, lacks_inputs
+from tests.observers.contract import range_of, two_tensors
 
 CHANNEL = QuantizationArgs(num_bits=4, strategy="channel")
 GROUP = QuantizationArgs(num_bits=4, group_size=16)
@@ -183,3 +185,12 @@ def test_nvfp4_tries_ranges_wider_than_the_values(weight, inputs):
     plain = make("memoryless_minmax", NVFP4)(weight).get_min_max()
     assert (high > plain[1] * 1.2).any()
     assert observer.get_global_scale().shape == (1,)
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize(("name", "least", "most"), [("imatrix_mse", 0.05, 1), ("nvfp4_expanded_imatrix", 0.8, 1.8)])
+@settings(max_examples=25)
+@given(pair=two_tensors())
+def test_without_inputs_the_range_is_that_of_any_last_tensor_times_one_factor(name, least, most, pair):
+    observer = make(name, QuantizationArgs(num_bits=8), strict=False)
+    assert range_of(observer, *pair).is_scaled(pair[1], least, most)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer, StaticMinMaxObserver
 from lightning_obs.observers.segments import observe_segments, takes_segments
+from tests.observers.contract import range_of, two_tensors
 
 INT8 = QuantizationArgs(num_bits=8)
 
@@ -157,3 +158,27 @@ def test_an_observer_that_measures_in_another_way_takes_no_segments():
     assert takes_segments(StaticMinMaxObserver("input", args))
     assert not any(takes_segments(cls("input", args)) for cls in (Half, ByGuide))
     assert not takes_segments(Observer.load_from_registry("mse", base_name="input", args=args))
+
+
+# ---------------------------------------------------------------------- any values
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_memoryless_minmax_is_the_range_of_any_last_tensor(pair):
+    observed = range_of(make("memoryless_minmax"), *pair)
+    assert (observed.low, observed.high) == (pair[1].min(), pair[1].max())
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_static_minmax_is_the_range_of_any_two_tensors(pair):
+    observed = range_of(make("static_minmax"), *pair)
+    assert observed.low == min(value.min() for value in pair)
+    assert observed.high == max(value.max() for value in pair)
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_minmax_lies_between_the_ranges_of_any_two_tensors(pair):
+    assert range_of(make("minmax"), *pair).is_between(*pair)

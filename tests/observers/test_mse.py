@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs, fake_quantize, preset_name_to_scheme
+from hypothesis import given, settings
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
@@ -13,6 +14,7 @@ from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
 from lightning_obs.observers.shared_measurements import observe_shared
+from tests.observers.contract import range_of, two_tensors
 
 INT8 = QuantizationArgs(num_bits=8)
 INT4 = QuantizationArgs(num_bits=4, strategy="channel")
@@ -260,3 +262,20 @@ def test_without_a_search_the_range_is_the_observed_one():
     weight = torch.randn(8, 32)
     observer = make("memoryless_mse", args=INT4, maxshrink=0)(weight)
     assert torch.equal(observer.min_vals, observed_range(flatten_for_calibration(weight, "weight", INT4))[0])
+
+
+# ---------------------------------------------------------------------- any values
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize(("name", "most"), [("memoryless_mse", 1), ("nvfp4_expanded_mse", 1.8)])
+@settings(max_examples=25)
+@given(pair=two_tensors())
+def test_the_range_is_that_of_any_last_tensor_times_one_factor(name, most, pair):
+    assert range_of(make(name, "input"), *pair).is_scaled(pair[1], 0.8, most)
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_mse_lies_between_the_shrunk_ranges_of_any_two_tensors(pair):
+    assert range_of(make("mse", "input"), *pair).is_between(*pair, least=0.8)

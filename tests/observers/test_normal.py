@@ -9,6 +9,7 @@ from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
+from tests.observers.contract import range_of, two_tensors
 
 INT8 = QuantizationArgs(num_bits=8)
 NVFP4 = preset_name_to_scheme("NVFP4", ["Linear"]).weights
@@ -108,3 +109,10 @@ def test_nothing_observed_is_said_and_reset_forgets():
 def test_k_must_be_above_0(k):
     with pytest.raises(CalibrationError, match=r"k. Got .*, expected a value above 0"):
         make(k=k)
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_three_quarters_of_any_values_lie_within_two_deviations(pair):
+    """Chebyshev: beyond k deviations lies at most 1 / k**2."""
+    assert range_of(make(), *pair).share_inside(torch.cat([value.flatten() for value in pair])) >= 0.75

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
+from tests.observers.contract import range_of, two_tensors
 
 
 def make(**kwargs) -> Observer:
@@ -63,3 +66,21 @@ def test_a_percentile_outside_50_to_100_is_refused(percentile):
 def test_an_unknown_hyperparameter_is_refused():
     with pytest.raises(CalibrationError, match=r"PercentileObserver has no hyperparameter 'norm'. Expected percentile"):
         make(norm=2)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.integers(-200, 200), min_size=1, max_size=60), st.integers(51, 99))
+def test_percentile_cuts_no_more_than_its_share_off_each_end(values, percentile):
+    x = torch.tensor([values], dtype=torch.bfloat16)
+    low, high = make(percentile=percentile)(x).get_min_max()
+    may_go = len(values) - math.ceil(len(values) * percentile / 100)
+    assert (x < low).sum() <= may_go
+    assert (x > high).sum() <= may_go
+
+
+@settings(max_examples=25)
+@given(two_tensors())
+def test_of_any_few_values_the_default_keeps_all(pair):
+    observed = range_of(make(), *pair)
+    assert observed.low == min(value.min() for value in pair)
+    assert observed.high == max(value.max() for value in pair)

@@ -50,6 +50,19 @@ def test_the_larger_end_gets_the_lowest_code(name, args):
     assert torch.equal(observer.get_qparams()["zero_point"], torch.zeros_like(scale))
 
 
+@every_observer
+def test_scales_are_rounded_to_the_dtype_that_the_format_has(name):
+    weight = torch.randn(8, 64)
+    weight[0] = 0
+    scale = observe(name, weight, {"group_size": 16, "scale_dtype": torch.float16}, signed=True).get_qparams()["scale"]
+    plain = observe(name, weight, {"group_size": 16}, signed=True).get_qparams()["scale"]
+    assert scale.dtype == torch.float32
+    assert torch.equal(scale, scale.half().float())
+    assert not torch.equal(plain, plain.half().float())
+    assert 0 < (scale < 0).sum() < scale.numel()
+    assert scale[0].unique().tolist() == [torch.finfo(torch.float16).eps]
+
+
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse", "imatrix_mse"])
 def test_less_is_lost_than_with_positive_scales(name):
     weight = torch.distributions.StudentT(4.0).sample((64, 256))
@@ -86,7 +99,7 @@ def test_equal_ends_have_a_positive_scale_and_zeros_one_that_divides():
         ("input", {"num_bits": 8}),
         ("weight", {"num_bits": 8, "type": "float"}),
         ("weight", {"num_bits": 4, "symmetric": False}),
-        ("weight", {"num_bits": 4, "scale_dtype": torch.bfloat16, "group_size": 16}),
+        ("weight", {"num_bits": 4, "scale_dtype": torch.float8_e4m3fn, "group_size": 16}),
     ],
 )
 @pytest.mark.parametrize("name", ["memoryless_minmax", "mse"])

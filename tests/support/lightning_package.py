@@ -44,6 +44,7 @@ FSDPStrategy = strategies.FSDPStrategy
 ModelParallelStrategy = strategies.ModelParallelStrategy
 
 CombinedLoader = import_module(f"{PYTORCH}.utilities.combined_loader").CombinedLoader
+LightningEnvironment = import_module(f"{FABRIC}.plugins.environments").LightningEnvironment
 MixedPrecision = import_module(f"{PYTORCH}.plugins").MixedPrecision
 
 #: Lightning 2.4 counts the batch after which a checkpoint was saved as not trained: a run that resumes in the middle of

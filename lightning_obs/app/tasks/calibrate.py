@@ -16,6 +16,7 @@ from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
 from lightning_obs.app.duration import say_duration
 from lightning_obs.app.from_config import make_options, make_trainer
+from lightning_obs.app.gguf_export import check_gguf, check_gguf_files, write_gguf
 from lightning_obs.app.job import Job
 from lightning_obs.app.quality import Quality, QualityMeter
 from lightning_obs.app.run_report import gather_report, publish_report, quality_facts
@@ -72,6 +73,7 @@ class Calibrate(Task):
         """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
         job = self.job
         job.use(self.make_callback(make_options(self.config)))
+        check_gguf_files(job)
         job.load()
         if self.config.evaluate:
             self.meter = QualityMeter(job.module, job.model, job.data, make_trainer(self.config))
@@ -80,6 +82,7 @@ class Calibrate(Task):
             find_mask(first_batch, self.config.token_mask)
         self.check_task()
         self.check_scheme()
+        check_gguf(job)
 
     @override
     def run(self) -> None:
@@ -99,6 +102,8 @@ class Calibrate(Task):
         if job.folder is not None:
             self.export_lines = write_checkpoint(job, job.folder, self.result)
             self.after_export(job.folder)
+        if job.gguf_file is not None:
+            self.export_lines += write_gguf(job)
         if job.trainer.is_global_zero:
             self.report()
 

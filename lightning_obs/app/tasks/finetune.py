@@ -59,6 +59,11 @@ class Finetune(Calibrate):
         """Refuse a precision of the Trainer that cannot train, and a run without training batches."""
         job = self.job
         require_precision(job.trainer)
+        if job.gguf_file is not None:
+            raise CalibrationError(
+                "export=gguf with task=finetune: export.base holds the weights from before the training",
+                remedy="export=checkpoint; convert its weights with llama.cpp, and export_gguf the loaded checkpoint.",
+            )
         if job.batches("train_batches") < 1:
             got = self.config.data.get("train_batches")
             raise CalibrationError("data.train_batches", got=got, expected="one or more")

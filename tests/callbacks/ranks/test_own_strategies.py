@@ -8,7 +8,7 @@ import torch
 from lightning_obs import CalibrationError
 from lightning_obs.callbacks.strategies import collectives_of
 from tests.callbacks.ranks.test_ranks import alone
-from tests.support.lightning_package import strategies
+from tests.support.lightning_package import LightningEnvironment, strategies
 from tests.support.lightning_ranks import Module, calibration, like_torchrun, loader, same, samples, trainer
 from tests.support.rank_processes import run_ranks
 
@@ -17,6 +17,22 @@ EVERY = samples(12, experts=(0, 1, 2))
 
 class Patient(strategies.DDPStrategy):
     """As one writes it to change a detail of DDP."""
+
+
+class Unconnected(strategies.DDPStrategy):
+    """Of ranks that talk by other means than torch.distributed."""
+
+    def setup_distributed(self):
+        self.set_world_ranks()
+
+    def setup(self, trainer):
+        self.model_to_device()
+
+
+class StartedElsewhere(LightningEnvironment):
+    """Lightning starts no further process."""
+
+    creates_processes_externally = True
 
 
 class OwnDevice(strategies.SingleDeviceStrategy):
@@ -75,3 +91,12 @@ def test_a_strategy_whose_ranks_may_hold_a_part_of_the_model_is_refused_by_its_n
     with_trainer = trainer(ranks=2, strategy=strategy(parallel_devices=[torch.device("cpu")] * 2))
     with pytest.raises(CalibrationError, match=rf"under {strategy.__name__} is not supported.*strategy='ddp'"):
         collectives_of(with_trainer)
+
+
+def test_ranks_without_a_process_group_are_refused_before_each_writes_scales_of_its_own():
+    callback = calibration()
+    strategy = Unconnected(cluster_environment=StartedElsewhere())
+    with_trainer = trainer(callback, ranks=2, strategy=strategy, use_distributed_sampler=False)
+    with pytest.raises(CalibrationError, match=r"ranks of Unconnected cannot reach each other.*and no process group"):
+        with_trainer.validate(Module(), loader(EVERY), verbose=False)
+    assert callback.result is None

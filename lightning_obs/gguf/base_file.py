@@ -1,0 +1,242 @@
+"""The GGUF file that a model's weights are written into: its header, its tensors, and which of them is which module's.
+
+The names are those of llama.cpp's converter, by the tables of the package ``gguf``. The converter also reorders rows of
+q and k, for architectures whose rotary embedding is computed in pairs of neighbours there (Llama, Mistral) and in two
+halves by transformers. Which order a file has is not looked up, but found: the file holds the model in float, so its
+rows are the model's in one of the two orders. In neither they are of another model.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.files.read import naming
+from lightning_obs.model.conversions import names_in_files
+
+_EXPECTED = "a GGUF file of the same model in float16, bfloat16 or float32"
+_CONVERT = "python convert_hf_to_gguf.py <the model's folder> --outtype f16 --outfile base.gguf (of llama.cpp)"
+#: an expert's number in a name: the experts of a layer are one tensor
+_EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
+
+
+class BaseFile:
+    """A GGUF file that is read.
+
+    Args:
+        file: its path.
+
+    Attributes:
+        path: as given.
+        tensors: by name, ``gguf``'s readers of them.
+
+    Raises:
+        CalibrationError: it cannot be read; it is one of several parts, in another byte order, or of an architecture
+            that the installed ``gguf`` does not know.
+    """
+
+    def __init__(self, file: Path) -> None:
+        import gguf
+
+        self.path = file
+        if not file.is_file():
+            raise CalibrationError(f"{file} does not exist", expected=_EXPECTED, remedy=_CONVERT)
+        with naming(file, expected=_EXPECTED, remedy=_CONVERT):
+            self._reader = gguf.GGUFReader(file)
+        self.tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        if self._reader.byte_order != "I":
+            raise CalibrationError(f"{file} has another byte order than this machine", remedy="convert it here.")
+        if int(self._value("split.count", 1)) > 1:
+            raise CalibrationError(
+                f"{file} is one of several parts", remedy="join them: llama-gguf-split --merge (of llama.cpp)."
+            )
+        if not self.tensors:
+            raise CalibrationError(f"{file} holds no tensors", expected=_EXPECTED, remedy=_CONVERT)
+        self._architecture = str(self._value("general.architecture", ""))
+        architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        if self._architecture not in architectures:
+            raise CalibrationError(
+                f"{file}: the installed package gguf has no names for its architecture",
+                got=repr(self._architecture),
+                remedy="pip install -U gguf",
+            )
+        blocks = int(self._value(f"{self._architecture}.block_count", 0))
+        self._names = gguf.get_tensor_name_map(architectures[self._architecture], blocks)
+
+    def _value(self, key: str, default: Any) -> Any:
+        """A value of the metadata."""
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    # ------------------------------------------------------------------ tensors of modules
+
+    def names_of(self, model: nn.Module, module_names: Sequence[str]) -> dict[str, str]:
+        """The tensor that holds each module's weight in this file, by module name; the experts of a layer have one.
+
+        Args:
+            model: of transformers.
+            module_names: of modules in it. Those that this file has no tensor for are left out.
+        """
+        names = {}
+        for module_name, file_name in names_in_files(model, module_names).items():
+            joined = _EXPERT.sub("", file_name)
+            for candidate in (joined, joined.replace("language_model.", ""), f"model.{joined}"):
+                tensor = self._names.get_name(f"{candidate}.weight", try_suffixes=(".weight",))
+                if tensor in self.tensors:
+                    names[module_name] = tensor
+                    break
+        return names
+
+    def row_order(
+        self, name: str, weight: torch.Tensor, values: torch.Tensor | None = None
+    ) -> NDArray[np.int64] | None:
+        """The order in which a tensor of this file has the rows of a module's weight.
+
+        Args:
+            name: of the tensor.
+            weight: the matrix ``(R, C)`` in the model.
+            values: the expert's matrix ``(R, C)`` of a tensor that holds several; None: the whole tensor.
+
+        Returns:
+            ``(R,)``, the numbers of the model's rows in the order of the file; None: the tensor holds another weight.
+        """
+        if values is None:
+            values = self.values(name)
+        orders = [np.arange(len(weight))]
+        heads = self._rotated_heads(name)
+        if heads and len(weight) % (2 * heads) == 0:
+            orders.append(_pairs_of_neighbours(len(weight), heads))
+        for order in orders:
+            if _is_rounded(weight[torch.from_numpy(order)], values, self._dtype(name)):
+                return order
+        return None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, as torch has it: experts, rows, columns."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def values(self, name: str) -> torch.Tensor:
+        """A tensor of this file in float32.
+
+        Raises:
+            CalibrationError: ``gguf`` cannot read its type.
+        """
+        import gguf
+
+        tensor = self.tensors[name]
+        with naming(f"{self.path}: {name}", expected=_EXPECTED, remedy=_CONVERT):
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        return torch.from_numpy(np.array(values, dtype=np.float32))
+
+    def _dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in torch; None: it is quantized."""
+        dtypes = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
+        return dtypes.get(self.tensors[name].tensor_type.name)
+
+    def _rotated_heads(self, name: str) -> int:
+        """How many heads a tensor of q or k has; 0: it is another tensor."""
+        keys = {"attn_q": "head_count", "attn_k": "head_count_kv"}
+        block, _, role = name.removeprefix("blk.").removesuffix(".weight").partition(".")
+        if role not in keys:
+            return 0
+        count = self._value(f"{self._architecture}.attention.{keys[role]}", None)
+        if count is None:  # without a number of its own k has as many as q
+            count = self._value(f"{self._architecture}.attention.head_count", 0)
+        return int(count[int(block)] if isinstance(count, list) else count)
+
+    # ------------------------------------------------------------------ bytes
+
+    def write(self, file: Path, types: Mapping[str, int], numbers: Mapping[str, int], data: Any) -> None:
+        """Write a copy of this file with other data for some tensors, one tensor at a time.
+
+        Names, order and shapes of the tensors stay, and the metadata byte for byte, except ``numbers``.
+
+        Args:
+            file: to write.
+            types: of tensors with other data, by name: their ``gguf.GGMLQuantizationType``.
+            numbers: keys of the metadata, of 32 bits, with their new values; those that are not there are added.
+            data: ``data(name)`` gives the bytes of a tensor in ``types``.
+        """
+        import gguf
+
+        metadata, added = self._metadata(numbers)
+        version = self._value("GGUF.version", gguf.GGUF_VERSION)
+        kept = int(self._value("GGUF.kv_count", 0))
+        header = struct.pack("<IIQQ", gguf.GGUF_MAGIC, version, len(self.tensors), kept + added)
+        table = bytearray()
+        offset = 0
+        for name, tensor in self.tensors.items():
+            shape = [int(size) for size in tensor.shape]
+            kind = types.get(name, int(tensor.tensor_type))
+            block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+            encoded = name.encode()
+            table += struct.pack("<Q", len(encoded)) + encoded
+            table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+            offset = self._aligned(offset + tensor.n_elements // block_size * block_bytes)
+        with file.open("wb") as output:
+            output.write(header + metadata + table)
+            for name, tensor in self.tensors.items():
+                output.write(bytes(self._aligned(output.tell()) - output.tell()))
+                if name in types:
+                    output.write(data(name))
+                else:
+                    output.write(self._reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
+            output.write(bytes(self._aligned(output.tell()) - output.tell()))
+
+    def _aligned(self, position: int) -> int:
+        """The first position at or behind ``position`` where a tensor may begin."""
+        alignment = int(self._reader.alignment)
+        return -(-position // alignment) * alignment
+
+    def _metadata(self, numbers: Mapping[str, int]) -> tuple[bytes, int]:
+        """The bytes of the metadata with other ``numbers``, and how many keys were added."""
+        import gguf
+
+        # the fields of the reader begin with three of the header: version and counts
+        begin = 24
+        end = min(tensor.field.offset for tensor in self.tensors.values())
+        metadata = bytearray(self._reader.data[begin:end])
+        added = 0
+        for key, value in numbers.items():
+            field = self._reader.get_field(key)
+            entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", gguf.GGUFValueType.UINT32, value)
+            if field is None:
+                metadata += entry
+                added += 1
+            elif field.types == [gguf.GGUFValueType.UINT32]:
+                place = field.offset - begin
+                metadata[place : place + len(entry)] = entry
+        return bytes(metadata), added
+
+
+def _pairs_of_neighbours(rows: int, heads: int) -> NDArray[np.int64]:
+    """The rows of q or k, whose rotary embedding pairs the halves of a head, in the order that pairs neighbours.
+
+    >>> _pairs_of_neighbours(8, heads=1).tolist()
+    [0, 4, 1, 5, 2, 6, 3, 7]
+    """
+    halves = np.arange(rows).reshape(heads, 2, -1)
+    return halves.swapaxes(1, 2).reshape(-1)
+
+
+def _is_rounded(weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None) -> bool:
+    """Whether a weight and the values in a file are the same numbers, up to one rounding.
+
+    Args:
+        weight: in the model's dtype.
+        values: in float32.
+        dtype: of the values in the file; None: they are quantized, and the model was made of them.
+    """
+    weight = weight.detach().cpu()
+    if dtype is not None and torch.equal(weight.to(dtype).float(), values):
+        return True
+    return torch.equal(values.to(weight.dtype), weight)

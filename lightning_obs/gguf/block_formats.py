@@ -1,0 +1,195 @@
+"""The formats in which GGUF stores quantized weights, each a row, and how codes and scales become their blocks.
+
+A block is 32 neighbouring weights of a row: a scale ``d`` in float16, in some formats a minimum ``m``, then the codes.
+Scales of larger groups, of rows, or of a whole tensor are repeated: each of their blocks has the same one.
+
+The layouts are those of ``ggml-common.h``; what ``gguf.dequantize`` reads of them is what llama.cpp computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from numpy.typing import NDArray
+
+from lightning_obs.model.stored import StoredWeight
+from lightning_obs.schemes.config import number_format
+
+#: weights that share a scale
+BLOCK = 32
+#: relative error of the nearest float16, unless the number is too large or too small for it
+_FLOAT16_ERROR = 2.0**-11
+
+_Bytes: TypeAlias = "NDArray[np.uint8]"
+
+
+class BlockFormat(NamedTuple):
+    """A format of GGUF.
+
+    Attributes:
+        name: of the type, in ``gguf.GGMLQuantizationType``.
+        numbers: the number format of the weights that it stores.
+        symmetric: whether the weights have no zero point.
+        file_type: the ``gguf.LlamaFileType`` of a file whose weights mostly have it.
+        pack: the bytes of codes ``(N, 32)``, scales ``(N, 1)`` and zero points ``(N, 1)``, ``(N, bytes of a block)``.
+    """
+
+    name: str
+    numbers: str
+    symmetric: bool
+    file_type: str
+    pack: Callable[[Any, Any, Any], _Bytes]
+
+
+# ---------------------------------------------------------------------- blocks
+
+
+def _nibbles(codes: NDArray[np.uint8]) -> _Bytes:
+    """Four bits of each code: the low halves of bytes are the first half of a block, the high halves the second."""
+    low, high = np.split(codes & 15, 2, axis=1)
+    return low | (high << 4)
+
+
+def _fifth_bits(codes: NDArray[np.uint8]) -> _Bytes:
+    """The fifth bit of each of 32 codes, the first code's lowest."""
+    return np.packbits(codes >> 4, axis=1, bitorder="little")
+
+
+def _half(values: Any) -> _Bytes:
+    """Float16 as bytes."""
+    return values.astype(np.float16).view(np.uint8)
+
+
+def _minimum(scale: Any, zero_point: Any, lowest: int) -> _Bytes:
+    """The number of the lowest code, in float16: a code ``q`` above it stands for ``d * q + m``."""
+    step = scale.astype(np.float16).astype(np.float32)
+    return _half(step * (lowest - zero_point.astype(np.float32)))
+
+
+def _above(codes: Any, lowest: int) -> NDArray[np.uint8]:
+    """Codes counted from the lowest."""
+    return (codes.astype(np.int16) - lowest).astype(np.uint8)
+
+
+def _q4_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    return np.concatenate([_half(scale), _nibbles(_above(codes, -8))], axis=1)
+
+
+def _q4_1(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    minimum = _minimum(scale, zero_point, -8)
+    return np.concatenate([_half(scale), minimum, _nibbles(_above(codes, -8))], axis=1)
+
+
+def _q5_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    above = _above(codes, -16)
+    return np.concatenate([_half(scale), _fifth_bits(above), _nibbles(above)], axis=1)
+
+
+def _q5_1(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    above = _above(codes, -16)
+    minimum = _minimum(scale, zero_point, -16)
+    return np.concatenate([_half(scale), minimum, _fifth_bits(above), _nibbles(above)], axis=1)
+
+
+def _q8_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    return np.concatenate([_half(scale), codes.view(np.uint8)], axis=1)
+
+
+def _mxfp4(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """The exponent of the scale, a power of two, with the bias 127; then the bits of four-bit floats."""
+    _, exponent = np.frexp(scale)
+    return np.concatenate([(exponent + 126).astype(np.uint8), _nibbles(codes.view(np.uint8))], axis=1)
+
+
+FORMATS = (
+    BlockFormat("Q4_0", "int4", True, "MOSTLY_Q4_0", _q4_0),
+    BlockFormat("Q4_1", "int4", False, "MOSTLY_Q4_1", _q4_1),
+    BlockFormat("Q5_0", "int5", True, "MOSTLY_Q5_0", _q5_0),
+    BlockFormat("Q5_1", "int5", False, "MOSTLY_Q5_1", _q5_1),
+    BlockFormat("Q8_0", "int8", True, "MOSTLY_Q8_0", _q8_0),
+    BlockFormat("MXFP4", "float4", True, "MOSTLY_MXFP4_MOE", _mxfp4),
+)
+
+
+# ---------------------------------------------------------------------- schemes and weights
+
+
+def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
+    """The format that stores a weight with every code and scale as it is; None: there is none.
+
+    Args:
+        args: how the weight is quantized.
+        columns: of its matrix.
+
+    >>> format_for(QuantizationArgs(num_bits=4, group_size=64), columns=128).name
+    'Q4_0'
+    >>> format_for(QuantizationArgs(num_bits=4, group_size=16), columns=128)
+    """
+    shares = columns
+    if args.strategy == QuantizationStrategy.GROUP:
+        shares = args.group_size or 0
+    elif args.strategy not in (QuantizationStrategy.CHANNEL, QuantizationStrategy.TENSOR):
+        return None
+    if shares % BLOCK or columns % BLOCK or args.actorder is not None:
+        return None
+    if args.type == "float" and (args.scale_dtype != torch.uint8 or shares != BLOCK):
+        return None
+    for block_format in FORMATS:
+        if block_format.numbers == number_format(args) and block_format.symmetric == args.symmetric:
+            return block_format
+    return None
+
+
+def to_blocks(weight: StoredWeight, block_format: BlockFormat) -> _Bytes:
+    """Store a weight in blocks; called once for each calibrated module of a file.
+
+    Args:
+        weight: codes and range, in a scheme of which :func:`format_for` gives ``block_format``.
+        block_format: to store it in.
+
+    Returns:
+        ``(rows, bytes of a row)``.
+    """
+    rows, columns = weight.codes.shape
+    codes = weight.codes.cpu().numpy().reshape(-1, BLOCK)
+    scale = _of_each_block(weight.range.scale, rows, columns)
+    zero_point = _of_each_block(weight.range.zero_point, rows, columns)
+    return block_format.pack(codes, scale, zero_point).reshape(rows, -1)
+
+
+def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
+    """Scales or zero points, one for each block, ``(rows * blocks of a row, 1)`` in float32.
+
+    Args:
+        values: one for each group ``(rows, groups)``, for each row ``(rows, 1)``, or one for all ``(1,)``.
+        rows: of the weight.
+        columns: of the weight.
+    """
+    matrix = values.float().cpu().reshape(-1, values.shape[-1]).expand(rows, -1)
+    blocks_each = columns // BLOCK // matrix.shape[1]
+    return matrix.repeat_interleave(blocks_each, dim=1).reshape(-1, 1).numpy()
+
+
+class InFloat16(NamedTuple):
+    """What float16 does to the scales of a weight.
+
+    Attributes:
+        is_exact: whether every scale is a float16.
+        is_close: whether each is off by no more than float16's precision, of the weight's largest scale: a smaller
+            scale than float16 has is one of numbers that are zero beside the others.
+    """
+
+    is_exact: bool
+    is_close: bool
+
+    @classmethod
+    def of(cls, scale: torch.Tensor, block_format: BlockFormat) -> InFloat16:
+        """Compare scales with their blocks'; those of MXFP4 are powers of two, which it stores as such."""
+        if block_format.name == "MXFP4":
+            return cls(True, True)
+        error = (scale.half().double() - scale.double()).abs()
+        return cls(bool((error == 0).all()), bool((error <= _FLOAT16_ERROR * scale.double().abs().max()).all()))
