@@ -31,7 +31,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines executorch clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -197,6 +197,18 @@ engines: $(VENV)/.installed-test .venv-engines/.installed
 	rm .venv-engines/llama.cpp/*.tar.gz
 	touch $@
 
+# ExecuTorch pins torchao, and brings what nothing else here needs.
+executorch: $(VENV)/.installed-test .venv-executorch/.installed
+	$(BIN)/python -m pytest -m "" tests/engines/test_executorch.py
+	.venv-executorch/bin/python -W ignore benchmarks/engines/executorch_xnnpack.py
+
+.venv-executorch/.installed: pyproject.toml constraints.txt Makefile
+	test -x .venv-executorch/bin/python || $(PYTHON) -m venv .venv-executorch
+	.venv-executorch/bin/python -m pip install --quiet --upgrade pip
+	.venv-executorch/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-executorch/bin/python -m pip install --quiet -c constraints.txt executorch==1.5.1 numba -e .
+	touch $@
+
 # Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/clients.md).
 # torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
 clients: .venv-clients/.installed
@@ -214,5 +226,5 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-executorch .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
