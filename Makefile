@@ -57,7 +57,7 @@ nightly: $(VENV)/.installed-test
 	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
 	$(MAKE) --no-print-directory lean
 	$(MAKE) --no-print-directory oldest
-	@echo "not part of it until it has run whole: make pythons (README)"
+	$(MAKE) --no-print-directory pythons
 
 # A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
 lean: .venv-lean/.installed
