@@ -62,10 +62,11 @@ def residual_net() -> nn.Module:
 class Attention(nn.Module):
     """Attention of four heads."""
 
-    def __init__(self, width: int, is_causal: bool) -> None:
+    def __init__(self, width: int, is_causal: bool, has_biases: bool) -> None:
         super().__init__()
         self.is_causal = is_causal
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        projections = [nn.Linear(width, width, has_biases) for _ in range(4)]
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = projections
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (proj(x).unflatten(-1, (4, -1)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -76,11 +77,12 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and two Linears, each behind a norm."""
 
-    def __init__(self, width: int, is_causal: bool) -> None:
+    def __init__(self, width: int, is_causal: bool, has_biases: bool) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, is_causal)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.attention = Attention(width, is_causal, has_biases)
+        inner, outer = nn.Linear(width, 4 * width, has_biases), nn.Linear(4 * width, width, has_biases)
+        self.mlp = nn.Sequential(inner, nn.GELU(), outer)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x))
@@ -94,7 +96,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(1, 64, 4, stride=4)
         self.positions = nn.Parameter(torch.randn(1, 16, 64) * 0.02)
-        self.layers = nn.Sequential(*[Layer(64, is_causal=False) for _ in range(3)])
+        self.layers = nn.Sequential(*[Layer(64, is_causal=False, has_biases=True) for _ in range(3)])
         self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -103,14 +105,14 @@ class VisionTransformer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The next byte, from the bytes before it."""
+    """The next byte, from the bytes before it; its Linears have no biases, as is usual today."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 64)
         self.positions = nn.Parameter(torch.randn(1, TOKENS, 64) * 0.02)
-        self.layers = nn.Sequential(*[Layer(64, is_causal=True) for _ in range(3)])
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 256)
+        self.layers = nn.Sequential(*[Layer(64, is_causal=True, has_biases=False) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 256, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.layers(self.embedding(tokens) + self.positions)))

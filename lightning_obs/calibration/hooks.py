@@ -25,6 +25,7 @@ from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
@@ -86,6 +87,7 @@ class ObserverHooks:
         observation = self._observation
         targets = observation.plan.targets
         stack.enter_context(run_eagerly())
+        stack.enter_context(unfused(observation.model))
         states = {target.module: target.states for target in targets if target.states}
         if states:
             stack.enter_context(hooked_attention(observation.model, states))

@@ -23,6 +23,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
+from lightning_obs.forward.fused_layers import unfuse_for_good
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
@@ -90,6 +91,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         module.load_state_dict(state)
         for target in targets:
             _write_loaded_qparams(target, qparams_of_module[target.name])
+        unfuse_for_good(module)
         remember(module)
     return model
 
