@@ -23,6 +23,7 @@ from lightning_obs import (
     measure_onnx,
     quantized,
 )
+from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.support.lightning_package import L
@@ -323,3 +324,76 @@ def test_a_measurement_changes_nothing_of_the_model(tmp_path):
     assert torch.equal(torch.get_rng_state(), random_state)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name]), name
+
+
+class Pooled(nn.Module):
+    """A convolution is called on the pooled image, and once more on its own output where ``twice``."""
+
+    def __init__(self, twice):
+        super().__init__()
+        self.first = nn.Sequential(convolution(3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.second = convolution(16)
+        self.twice = twice
+
+    def forward(self, image):
+        x = self.first(image)
+        y = self.second(x)
+        return self.second(y) + x if self.twice else y
+
+
+def test_an_input_that_is_a_quantized_output_keeps_its_range(tmp_path):
+    model, _ = calibrated(Pooled(twice=False))
+    assert torch.equal(model.second.input_scale, model.first[2].output_scale)
+    assert torch.equal(model.second.input_zero_point, model.first[2].output_zero_point)
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    # One at the file's input and one at its output: between them there are integers alone.
+    assert (operations["QuantizeLinear"], operations["DequantizeLinear"], operations["QLinearConv"]) == (1, 1, 2)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.second.output_scale))
+
+
+def test_an_input_that_reads_other_tensors_too_has_a_range_of_its_own():
+    model, session = calibrated(Pooled(twice=True))
+    assert session.observation.calls.readers.sources["second"] is None
+    assert not torch.equal(model.second.input_scale, model.first[2].output_scale)
+
+
+def test_ranks_and_resumed_runs_add_what_they_have_seen():
+    first, second, third = OutputReaders(), OutputReaders(), OutputReaders()
+    output, other = torch.ones(2, 3), torch.zeros(2, 3)
+    first.leave("conv", output)
+    first.enter("relu", output, is_follower=True)
+    second.leave("relu", output)
+    second.enter("a", output, is_follower=False)
+    second.enter("b", output, is_follower=False)
+    third.enter("b", other, is_follower=False)
+    third.leave("relu", other)
+    third.pass_on(other, output)
+    third.enter("a", output, is_follower=False)
+    together = OutputReaders()
+    together.add(readers.state_dict() for readers in (first, second, third))
+    assert together.followed == {"conv"}
+    assert together.sources == {"a": "relu", "b": None}
+    assert copy.deepcopy(together).state_dict() == together.state_dict()
+
+
+def test_a_sum_before_a_layer_norm_is_not_fused_into_a_slower_operation(tmp_path):
+    class AddNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x):
+            return self.norm(x + self.linear(x))
+
+    model = AddNorm().eval()
+    x = torch.randn(2, 7, 32)
+    with CalibrationSession(model, "INT8_ONNX"), torch.no_grad():
+        model(x)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["LayerNormalization"], operations["SkipLayerNormalization"]) == (1, 0)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x))
