@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_obs.choice.observer_choice import choose_observers
     from lightning_obs.choice.sensitivity import sensitivity
     from lightning_obs.errors import CalibrationError, CalibrationWarning
+    from lightning_obs.forward.linear_attention import linearize_attention
     from lightning_obs.forward.quantized_forward import quantized
     from lightning_obs.gguf.gguf_file import export_gguf
     from lightning_obs.moe.experts import linearize_experts
@@ -52,6 +53,7 @@ _HOME = {
     "export_gguf": "lightning_obs.gguf.gguf_file",
     "export_onnx": "lightning_obs.onnx.onnx_file",
     "export_program": "lightning_obs.program.program_file",
+    "linearize_attention": "lightning_obs.forward.linear_attention",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "measure_onnx": "lightning_obs.onnx.measured_file",
@@ -78,6 +80,7 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_program",
+    "linearize_attention",
     "linearize_experts",
     "load_checkpoint",
     "measure_onnx",
