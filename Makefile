@@ -35,7 +35,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines llama-cpp clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -61,7 +61,7 @@ nightly: $(VENV)/.installed-test
 	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
 	$(MAKE) --no-print-directory lean
 	$(MAKE) --no-print-directory oldest
-	@echo "not part of it until it has run whole: make pythons (README)"
+	$(MAKE) --no-print-directory pythons
 
 # A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
 lean: .venv-lean/.installed
@@ -226,6 +226,18 @@ llama-cpp: $(VENV)/.installed-test .venv-llama-cpp/.installed
 	.venv-llama-cpp/bin/cmake --build .venv-llama-cpp/llama.cpp/build --parallel 2 --target $(LLAMA_CPP_PROGRAMS)
 	touch $@
 
+# ExecuTorch pins torchao, and brings what nothing else here needs.
+executorch: $(VENV)/.installed-test .venv-executorch/.installed
+	$(BIN)/python -m pytest -m "" tests/engines/test_executorch.py
+	.venv-executorch/bin/python -W ignore benchmarks/engines/executorch_xnnpack.py
+
+.venv-executorch/.installed: pyproject.toml constraints.txt Makefile
+	test -x .venv-executorch/bin/python || $(PYTHON) -m venv .venv-executorch
+	.venv-executorch/bin/python -m pip install --quiet --upgrade pip
+	.venv-executorch/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-executorch/bin/python -m pip install --quiet -c constraints.txt executorch==1.5.1 numba -e .
+	touch $@
+
 # Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/clients.md).
 # torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
 clients: .venv-clients/.installed
@@ -243,5 +255,5 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-executorch .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

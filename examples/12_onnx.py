@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from lightning_obs import CalibrationSession, export_onnx, quantized
+from lightning_obs import CalibrationSession, export_onnx, measure_onnx, quantized
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--out", required=True)
@@ -36,9 +36,8 @@ model.eval()
 
 held_out = images[1400:]
 held_out_labels = labels[1400:]
-# Asymmetric inputs: onnxruntime computes a convolution and the ReLU after it with integers.
 with torch.no_grad():
-    with CalibrationSession(model, "INT8_STATIC_ASYM", targets=["Linear", "Conv2d"]):
+    with CalibrationSession(model, "INT8_ONNX"):
         model(images[:512])
     with quantized(model):
         expected = model(held_out)
@@ -56,3 +55,4 @@ are_same = torch.equal(answers, expected.argmax(1))
 print(f"accuracy {accuracy:.3f} in onnxruntime, the same answers: {are_same}")
 print(f"largest difference of logits {(logits - expected).abs().max():.2g} of {expected.abs().max():.1f}")
 print(f"{os.path.getsize(file):,} bytes; the weights alone have {floats:,} in float32")
+print(measure_onnx(model, file, held_out))

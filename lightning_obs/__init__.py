@@ -22,10 +22,12 @@ if TYPE_CHECKING:
     from lightning_obs.choice.observer_choice import choose_observers
     from lightning_obs.choice.sensitivity import sensitivity
     from lightning_obs.errors import CalibrationError, CalibrationWarning
+    from lightning_obs.forward.linear_attention import linearize_attention
     from lightning_obs.forward.quantized_forward import quantized
     from lightning_obs.gguf.gguf_file import export_gguf
     from lightning_obs.moe.experts import linearize_experts
     from lightning_obs.observers import Observer
+    from lightning_obs.onnx.measured_file import OnnxMeasurement, measure_onnx
     from lightning_obs.onnx.onnx_file import export_onnx
     from lightning_obs.program.program_file import export_program
     from lightning_obs.streaming.checkpoint_weights import quantize_checkpoint
@@ -43,6 +45,7 @@ _HOME = {
     "CalibrationResult": "lightning_obs.calibration.result",
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
+    "OnnxMeasurement": "lightning_obs.onnx.measured_file",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
     "calibrate_layerwise": "lightning_obs.streaming.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
@@ -50,8 +53,10 @@ _HOME = {
     "export_gguf": "lightning_obs.gguf.gguf_file",
     "export_onnx": "lightning_obs.onnx.onnx_file",
     "export_program": "lightning_obs.program.program_file",
+    "linearize_attention": "lightning_obs.forward.linear_attention",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
+    "measure_onnx": "lightning_obs.onnx.measured_file",
     "mixed_precision": "lightning_obs.choice.mixed_precision",
     "quantize_checkpoint": "lightning_obs.streaming.checkpoint_weights",
     "quantized": "lightning_obs.forward.quantized_forward",
@@ -67,6 +72,7 @@ __all__ = [
     "CalibrationSession",
     "CalibrationWarning",
     "Observer",
+    "OnnxMeasurement",
     "QuantizationAwareTraining",
     "calibrate_layerwise",
     "choose_observers",
@@ -74,8 +80,10 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_program",
+    "linearize_attention",
     "linearize_experts",
     "load_checkpoint",
+    "measure_onnx",
     "mixed_precision",
     "quantize_checkpoint",
     "quantized",

@@ -40,6 +40,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.callback_connector import _CallbackConnector
 
+#: seconds that a test may take for each second of CPU that it may take
+WAIT = 10
 VARIANT, OUT, LIMIT = "LIGHTNING_TESTS_VARIANT", "LIGHTNING_TESTS_OUT", "LIGHTNING_TESTS_LIMIT"
 
 
@@ -77,7 +79,7 @@ class Watch:
     def __init__(self, variant: str, out: Path, limit: int) -> None:
         self._variant = variant
         self._out = out
-        self._limit = limit  # of one test [s]
+        self._limit = limit  # of one test [s of CPU]
         self._runs: list[dict[str, Any]] = []
         self._hooks: list[str] = []
         self._is_running = False
@@ -133,11 +135,15 @@ class Watch:
         torch.manual_seed(1234)
         np.random.seed(1234)
         random.seed(1234)
+        # A busy machine stops no test; one that waits for nothing is stopped all the same.
+        signal.signal(signal.SIGPROF, too_long)
         signal.signal(signal.SIGALRM, too_long)
-        signal.alarm(self._limit)
+        signal.setitimer(signal.ITIMER_PROF, self._limit)
+        signal.alarm(WAIT * self._limit)
         try:
             return (yield)
         finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
             signal.alarm(0)
 
     @pytest.hookimpl(wrapper=True)
@@ -183,14 +189,15 @@ def pytest_configure(config: pytest.Config) -> None:
 # ---------------------------------------------------------------------- the script
 
 
-def run_tests(variant: str, folder: Path, tests: list[str], limit: int) -> dict[str, dict[str, Any]]:
-    """Run Lightning's tests with a callback in every Trainer, each file in a process of its own.
+def run_tests(variant: str, folder: Path, tests: list[str], limit: int, files: int) -> dict[str, dict[str, Any]]:
+    """Run Lightning's tests with a callback in every Trainer.
 
     Args:
         variant: the callback (:func:`make_callback`).
         folder: Lightning's ``tests``.
         tests: pytest's names of files or tests, relative to ``folder``.
-        limit: of one test [s]; a file may take as long as 20 tests, then its process is killed.
+        limit: of one test [s of CPU]; a file may take as long as 20 tests that wait, then its process is killed.
+        files: in one process. With 1 no test sees what another file left behind, but each file imports everything.
 
     Returns:
         By a test's id, its outcome and what was seen of its runs. Tests of a killed process are absent.
@@ -198,16 +205,21 @@ def run_tests(variant: str, folder: Path, tests: list[str], limit: int) -> dict[
     by_file: dict[str, list[str]] = {}
     for test in tests:
         by_file.setdefault(test.partition("::")[0], []).append(test)
+    by_process: list[list[str]] = []
+    for number, names in enumerate(by_file.values()):
+        if number % files == 0:
+            by_process.append([])
+        by_process[-1] += names
     results: dict[str, dict[str, Any]] = {}
     here = Path(__file__).resolve().parent
     path = os.pathsep.join([str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory() as scratch:
-        for number, names in enumerate(by_file.values()):
+        for number, names in enumerate(by_process):
             out = Path(scratch) / f"{number}.jsonl"
             out.touch()
             environment = {**os.environ, "PYTHONPATH": path, VARIANT: variant, OUT: str(out), LIMIT: str(limit)}
             command = [sys.executable, "-m", "pytest", "-p", "lightning_tests", "-q", "-p", "no:cacheprovider", *names]
-            run_within(20 * limit, command, folder, environment)
+            run_within(20 * WAIT * limit * files, command, folder, environment)
             for line in out.read_text().splitlines():
                 test = json.loads(line)
                 results[test["id"]] = test
@@ -228,7 +240,7 @@ def run_within(seconds: float, command: list[str], folder: Path, environment: di
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
-        print(f"  {command[-1]}: killed after {seconds:.0f} s", flush=True)
+        print(f"  {command[-1]} and before: killed after {seconds:.0f} s", flush=True)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -267,7 +279,8 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", default=["loops", "callbacks", "core", "models", "trainer"])
     parser.add_argument("--variants", nargs="+", default=["calibrate", "evaluate", "train"])
     parser.add_argument("--before", type=Path, help="a file that keeps the first variant's outcomes for further calls")
-    parser.add_argument("--limit", type=int, default=60, help="of one test [s]")
+    parser.add_argument("--limit", type=int, default=60, help="of one test [s of CPU]")
+    parser.add_argument("--files", type=int, default=1, help="whose tests run in one process")
     options = parser.parse_args()
     folder = options.source / "tests"
     tests = []
@@ -278,19 +291,23 @@ def main() -> None:
     if options.before is not None and options.before.exists():
         before = json.loads(options.before.read_text())
     else:
-        before = run_tests("nothing", folder, tests, options.limit)
+        before = run_tests("nothing", folder, tests, options.limit, options.files)
         if options.before is not None:
             options.before.write_text(json.dumps(before))
     wanted = tuple(test.removesuffix(".py") for test in tests)
     passed: dict[str, dict[str, Any]] = {}
+    slow = [name for name, test in before.items() if test["error"].startswith("TimeoutError: the test took")]
     for name, test in before.items():
         if name.removeprefix("tests/").startswith(wanted) and test["outcome"] == "passed" and test["runs"]:
             passed[name] = test
-    print(f"{len(passed)} tests run a Trainer and pass with a callback that does nothing", flush=True)
+    print(
+        f"{len(passed)} tests run a Trainer and pass with a callback that does nothing; {len(slow)} took too long",
+        flush=True,
+    )
     failures = 0
     for variant in options.variants:
         names = [name.removeprefix("tests/") for name in passed]  # pytest's root is the repository
-        after = run_tests(variant, folder, names, options.limit)
+        after = run_tests(variant, folder, names, options.limit, options.files)
         counts: Counter[str] = Counter()
         for name, test in passed.items():
             result = after.get(name)

@@ -37,6 +37,9 @@ from lightning_obs.ranks.sync import Synced, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
+#: fields of args in which two tensors must agree so that one can have the qparams of the other
+_FORMAT = {"type", "num_bits", "symmetric", "strategy", "dynamic"}
+
 
 @at_rest()
 @torch.inference_mode(False)
@@ -119,7 +122,7 @@ class _Finalization:
     def _reduce_ranks(self, search: WeightSearch) -> Synced:
         """Reduce the statistics of activations over ranks, and share out the weights.
 
-        The notes of the ranks are what their calls have counted and seen: tokens of experts, outputs that are followed.
+        The notes of the ranks are what their calls have counted and seen: tokens of experts, readers of outputs.
         """
         observation = self.observation
         expert_tokens: dict[str, list[int]] = {}
@@ -134,7 +137,7 @@ class _Finalization:
             observation.collectives,
             weights=search.sizes,
             failure=self.stretch.failure,
-            note=(expert_tokens, observation.calls.outputs.names),
+            note=(expert_tokens, observation.calls.readers.state_dict()),
         )
         self.collectives += synced.collectives
         self.stretch = Stretch(observation.collectives, synced.failure)
@@ -147,7 +150,8 @@ class _Finalization:
         if not self.activations:
             return computed
         with self.stretch:
-            observation.drop_outputs({name for _, names in synced.notes for name in names})
+            observation.calls.readers.add(readers for _, readers in synced.notes)
+            observation.drop_outputs(observation.calls.readers.followed)
             _bring_to_host(observation.data_observers)
             if observation.unreached is None:
                 observation.unreached = synced.unreached
@@ -158,6 +162,7 @@ class _Finalization:
                 name, base = key
                 if base != "weight" and name not in self.skipped:
                     computed[key] = _qparams_from(observer, key)
+            computed |= _ranges_of_sources(observation, computed)
         return computed
 
     def _observe_weights(self, search: WeightSearch, synced: Synced) -> list[Key]:
@@ -384,6 +389,25 @@ def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
         return observer.get_qparams()
     except Exception as error:
         raise sendable(error, key) from error
+
+
+def _ranges_of_sources(observation: Observation, computed: Mapping[Key, QParamsDict]) -> dict[Key, QParamsDict]:
+    """The qparams of inputs that are quantized outputs already, which keep them.
+
+    Args:
+        observation: has seen which module reads which output.
+        computed: the qparams of all activations, each from its own observer.
+    """
+    args_of_targets = {target.name: target.args for target in observation.plan.targets}
+    kept: dict[Key, QParamsDict] = {}
+    for name, source in observation.calls.readers.sources.items():
+        qparams = computed.get((source or "", "output"))
+        if qparams is None or (name, "input") not in computed:
+            continue
+        input_args = args_of_targets[name]["input"].model_dump(include=_FORMAT)
+        if input_args == args_of_targets[source or ""]["output"].model_dump(include=_FORMAT):
+            kept[name, "input"] = qparams
+    return kept
 
 
 def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: Mapping[Key, Observer]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch.distributed.tensor import DTensor
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.model_calls import ModelCalls
 from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
+from lightning_obs.calibration.output_readers import is_transparent
 from lightning_obs.calibration.token_mask import Layout, TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
@@ -86,6 +88,7 @@ class ObserverHooks:
         observation = self._observation
         targets = observation.plan.targets
         stack.enter_context(run_eagerly())
+        stack.enter_context(unfused(observation.model))
         states = {target.module: target.states for target in targets if target.states}
         if states:
             stack.enter_context(hooked_attention(observation.model, states))
@@ -98,6 +101,8 @@ class ObserverHooks:
                 stack.callback(register_state_hook(target.module, base_name, observe))
             self._attach_inputs(target, readers, stack)
             self._attach_outputs(target, readers, stack)
+        if any("output" in target.args for target in targets):
+            self._attach_readers(stack)
 
     def _attach_inputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the inputs of a module, for its input's scale and for its weight."""
@@ -114,27 +119,43 @@ class ObserverHooks:
         stack.callback(keep_hook_out(target.module, handle))
 
     def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
-        """Observe the outputs of a module, and note which of them a follower reads."""
+        """Observe the outputs of a module."""
         observers = self._observers_of(target, ["output"])
-        if not observers:
-            return
-        observe = _ActivationHook(readers, target, observers)
-        outputs = self._observation.calls.outputs
+        if observers:
+            _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
 
-        def observe_output(output: Any) -> None:
-            observe(output)
-            if isinstance(output, torch.Tensor):
-                outputs.leave(target.name, output)
+    def _attach_readers(self, stack: ExitStack) -> None:
+        """Note in the first batch which module reads which quantized output."""
+        calls = self._observation.calls
 
-        _attach_output_hooks(target.module, observe_output, stack)
-        if target.is_follower:
+        def is_first_batch() -> bool:
+            return calls.batches <= 1  # a batch is counted before it runs, or after
 
-            def note_input(_: nn.Module, args: Any) -> None:
-                for value in args:
-                    if isinstance(value, torch.Tensor):
-                        outputs.enter(value)
+        def leave(name: str, _: nn.Module, args: Any, output: Any) -> None:
+            if is_first_batch() and isinstance(output, torch.Tensor):
+                calls.readers.leave(name, output)
 
-            stack.callback(keep_hook_out(target.module, target.module.register_forward_pre_hook(note_input)))
+        def enter(name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
+            value = _first_tensor(args)
+            if is_first_batch() and value is not None:
+                calls.readers.enter(name, value, is_follower)
+
+        def pass_on(_: nn.Module, args: Any, output: Any) -> None:
+            value = _first_tensor(args)
+            if is_first_batch() and value is not None and isinstance(output, torch.Tensor):
+                calls.readers.pass_on(value, output)
+
+        for target in self._observation.plan.targets:
+            module = target.module
+            if "output" in target.args:  # after all other hooks: the next module is given what the last one returns
+                handle = module.register_forward_hook(partial(leave, target.name))
+                stack.callback(keep_hook_out(module, handle))
+            if "input" in target.args or target.is_follower:
+                handle = module.register_forward_pre_hook(partial(enter, target.name, target.is_follower))
+                stack.callback(keep_hook_out(module, handle))
+        for module in self._observation.model.modules():
+            if is_transparent(module):
+                stack.callback(keep_hook_out(module, module.register_forward_hook(pass_on)))
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
         """The observers of a module that data reach, in the order of the base names."""

@@ -153,7 +153,6 @@ class Observation:
         Args:
             followed: names of the modules whose output a follower reads, on any rank.
         """
-        self.calls.outputs.names.update(followed)
         drop_outputs(self.plan, followed)
         for name in followed:
             self.observers.pop((name, "output"), None)

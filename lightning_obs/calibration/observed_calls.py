@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from compressed_tensors.utils.helpers import patch_attr
 
-from lightning_obs.calibration.followed_outputs import FollowedOutputs
+from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.observers.shared_measurements import ReadCache
 
 
@@ -28,7 +28,7 @@ class ObservedCalls:
         expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container; a count
             is an int, or a tensor on the device where the expert ran.
         cache: of the tensor that was read last. Sessions that observe the same calls may share it.
-        outputs: which planned outputs another planned module reads at once.
+        readers: which module reads which quantized output.
     """
 
     batches: int = 0
@@ -37,7 +37,7 @@ class ObservedCalls:
     mask: torch.Tensor | None = None
     expert_tokens: dict[str, list[Any]] = field(default_factory=dict)
     cache: ReadCache = field(default_factory=ReadCache)
-    outputs: FollowedOutputs = field(default_factory=FollowedOutputs)
+    readers: OutputReaders = field(default_factory=OutputReaders)
 
     def paused(self) -> AbstractContextManager[None]:
         """A block in which calls of the model are ignored."""

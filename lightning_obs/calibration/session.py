@@ -269,7 +269,7 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        followed = self.observation.calls.outputs.names
+        followed = self.observation.calls.readers.followed
         return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped, followed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,6 +281,7 @@ class CalibrationSession:
         with self._written.replacing():
             load_state(self.model, self.plan, state)
             self.observation.skipped = set(state["skipped"])
+            self.observation.calls.readers.followed.update(state["followed"])
             self.observation.drop_outputs(state["followed"])
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback
+from lightning_obs.callbacks.measured_export import export_and_measure
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import leave_in_place
 from lightning_obs.callbacks.trainer_session import TrainerSession, state_in_checkpoint
@@ -130,20 +131,28 @@ class SessionCallback(Callback):
             folder, tokenizer, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress
         )
 
-    def export_onnx(self, file: str | os.PathLike[str], example: Any = None, **options: Any) -> Path:
+    def export_onnx(
+        self, file: str | os.PathLike[str], example: Any = None, *, measure: bool = True, **options: Any
+    ) -> Path:
         """Write the calibrated module as an ONNX file (:func:`~lightning_obs.export_onnx`); rank 0 writes.
+
+        If onnxruntime is installed, it runs the file, and a message says how much of it is computed with integers and
+        how fast it is beside float (:func:`~lightning_obs.measure_onnx`).
 
         Args:
             file: path of the new file, which appears complete or not at all.
             example: inputs to trace the module with. None: those that the first validation batch called it with. If
                 all its tensors have one size in their first dimension, that is one sample of them, or two where
                 ``dynamic_shapes`` lets sizes vary; labels of a transformers model are left out.
+            measure: run the file; it takes some seconds, and the memory of the model in float.
             **options: ``dynamic_shapes``, ``overwrite`` and the other options of the function.
 
         Raises:
             CalibrationError: as for :meth:`export`; there is no example; or no such file can hold the model.
         """
-        return self.results.export_traced(export_onnx, file, example, options)
+        require_bool(measure=measure)
+        write = export_and_measure if measure else export_onnx
+        return self.results.export_traced(write, file, example, options)
 
     def export_program(self, file: str | os.PathLike[str], example: Any = None, **options: Any) -> Path:
         """Write the calibrated module as a program of torch.export (:func:`~lightning_obs.export_program`).

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
+from lightning_obs.forward.fused_layers import unfuse_for_good
+from lightning_obs.forward.linear_attention import linearize_stored
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.kinds import from_matrix
@@ -69,27 +71,31 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     if not folder.exists():
         clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
     config = _read_config(folder)
-    with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:
-        prefix = prefix_in_folder(module, list(reader))
-        if prefix:
-            module = module_around(module, prefix)
-        with naming(folder / CONFIG_FILE, remedy=_REMEDY):
-            targets = [] if config is None else _quantized_modules(module, config)
-        stored_as = _names_of_tied(module, reader)
-        _require_fit(module, targets, reader, folder, stored_as)
-        state = {name: reader.read(name) for name in reader}
-        qparams_of_module = {target.name: _decompress(target, state) for target in targets}
-    for name, stored_name in stored_as.items():
-        state[name] = state[stored_name]
-    misfits: list[str] = []
-    for target in targets:
-        misfits += find_misfits(target, qparams_of_module[target.name])
-    _refuse_misfits(misfits, folder)
-    refuse_damage(folder)  # last: the errors before it say more
+    with ExitStack() as undo:
+        with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:
+            undo.callback(linearize_stored(module, reader))
+            prefix = prefix_in_folder(module, list(reader))
+            if prefix:
+                module = module_around(module, prefix)
+            with naming(folder / CONFIG_FILE, remedy=_REMEDY):
+                targets = [] if config is None else _quantized_modules(module, config)
+            stored_as = _names_of_tied(module, reader)
+            _require_fit(module, targets, reader, folder, stored_as)
+            state = {name: reader.read(name) for name in reader}
+            qparams_of_module = {target.name: _decompress(target, state) for target in targets}
+        for name, stored_name in stored_as.items():
+            state[name] = state[stored_name]
+        misfits: list[str] = []
+        for target in targets:
+            misfits += find_misfits(target, qparams_of_module[target.name])
+        _refuse_misfits(misfits, folder)
+        refuse_damage(folder)  # last: the errors before it say more
+        undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
         module.load_state_dict(state)
         for target in targets:
             _write_loaded_qparams(target, qparams_of_module[target.name])
+        unfuse_for_good(module)
         remember(module)
     return model
 

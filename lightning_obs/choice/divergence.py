@@ -37,6 +37,7 @@ from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
@@ -93,7 +94,7 @@ def divergences(
     sums = _SquaredSums(groups)
     finite: list[torch.Tensor] = []
     tokens = 0
-    with run_eagerly(), left_as_it_was(model), ExitStack() as stack:
+    with run_eagerly(), unfused(model), left_as_it_was(model), ExitStack() as stack:
         _recompute_offloaded(model, stack)
         for name, twins_of_module in twins.items():
             _watch_twins(name, twins_of_module, changes, stack)

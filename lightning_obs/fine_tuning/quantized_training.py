@@ -26,6 +26,7 @@ from lightning_obs.calibration.saved_state import dump_observation, dump_statist
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import refuse
 from lightning_obs.fine_tuning.learned_scales import LearnedScales
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, has_range
 from lightning_obs.model.checksums import changed_since
@@ -102,6 +103,7 @@ class QuantizedTraining:
             if _is_compiled(around or self.session.model):
                 torch.compiler.reset()  # graphs that were compiled before do not see a new hook of outputs
                 stack.callback(torch.compiler.reset)
+            stack.enter_context(unfused(self.session.model))
             _quantize_forwards(self.session, self.switch, stack)
             self._forwards = stack.pop_all()
         if self._is_resumed and self.is_quantized:
@@ -310,7 +312,7 @@ class QuantizedTraining:
         state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.data_observers, session.collectives)
-            state["followed"] = sorted(session.observation.calls.outputs.names)
+            state["readers"] = session.observation.calls.readers.state_dict()
         elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
             state["statistics"] = dump_statistics(self._input_observers)
         if self.learned is not None:
@@ -331,7 +333,7 @@ class QuantizedTraining:
         session.count_batches(0, after=state["batches"])
         load_statistics(session.data_observers, state.get("statistics", {}))
         if "observed" in state:
-            session.observation.calls.outputs.names.update(state["followed"])
+            session.observation.calls.readers.add([state["readers"]])
             is_loaded = load_observation(session.data_observers, state["observed"], session.collectives)
             if not is_loaded:
                 self.give_up()

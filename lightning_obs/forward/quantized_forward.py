@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_tensors import (
     FORWARD_STATE,
     Quantization,
@@ -91,6 +92,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         for owner, states_by_module in states_by_owner.items():
             stack.enter_context(fake_quantized_states(owner, states_by_module, Switch()))
         stack.enter_context(run_eagerly())
+        stack.enter_context(unfused(model))
         yield model
 
 

@@ -19,6 +19,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import kind_of
@@ -131,7 +132,7 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
         model: calibrated, in evaluation mode.
         make_writer: takes a calibrated module, and makes its writer.
     """
-    with ExitStack() as stack, torch.inference_mode(False), torch.no_grad():
+    with ExitStack() as stack, unfused(model), torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
             writer = make_writer(module)
             for name, value in writer.buffers.items():

@@ -39,7 +39,7 @@ class NormalObserver(Observer):
         require(self, "k", self.k > 0, "a value above 0")
 
     @override
-    def measure(self, observed: torch.Tensor) -> Moments:
+    def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return measure_moments(observed)
 
     @override

@@ -5,6 +5,8 @@ An initializer is a constant of the graph, such as a weight. ``onnx_file.py`` ca
 
 from __future__ import annotations
 
+import ast
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
@@ -13,9 +15,16 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNodesPass
 
+#: the exporter's note of the modules that a node is inside of, from the outermost one to the operation
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
 
 def finish(model: Any, names: Collection[str]) -> None:
-    """Fold batch norms, store 4-bit integers in 4 bits, remove unused nodes and the exporter's notes.
+    """Finish a traced graph: what engines need in another form, and what the exporter has left.
+
+    Batch norms are folded, products of dynamic ranges become products of integers, pools of integers give integers,
+    sums before layer norms are kept apart, 4-bit integers are stored in 4 bits, nodes are named after modules; unused
+    nodes and the exporter's notes are removed. No number changes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
@@ -24,8 +33,17 @@ def finish(model: Any, names: Collection[str]) -> None:
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
         _fold(model.graph, batch_norm)
+    products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
+    for product in products:
+        _multiply_integers(model.graph, product)
+    for node in list(model.graph):
+        if node.op_type == "MaxPool":
+            _quantize_pool(model.graph, node)
+        elif node.op_type == "LayerNormalization":
+            _keep_sum_apart(node)
     _store_4_bit(model.graph, names)
     RemoveUnusedNodesPass()(model)
+    _name_after_modules(model.graph)
     ClearMetadataAndDocStringPass()(model)
 
 
@@ -88,6 +106,77 @@ def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
     return all(value.const_value is not None for value in parameters)
 
 
+def _multiply_integers(graph: Any, product: Any) -> None:
+    """Write a product of an input whose range is found at run time as a product of integers.
+
+    Left as a product of dequantized tensors, onnxruntime would quantize the input in another way (``MatMulNBits``).
+
+    Args:
+        graph: changed in place.
+        product: a MatMul or Gemm of a Linear. One with a calibrated input, or none, stays.
+    """
+    dequantize = product.inputs[0].producer()
+    quantize = None if dequantize is None else dequantize.inputs[0].producer()
+    if quantize is None or quantize.op_type != "DynamicQuantizeLinear":
+        return
+    weight = product.inputs[1].producer()
+    if weight.op_type == "Transpose":
+        weight = weight.inputs[0].producer()
+    name = weight.inputs[0].name
+    codes, step, zero = [value.const_value.numpy() for value in weight.inputs]
+    transposed = _constant(graph, f"{name}_transposed", codes.T, np.int8)
+    integers = [quantize.outputs[0], transposed, quantize.outputs[2]]
+    if zero.any():
+        integers.append(_constant(graph, f"{name}_zero", zero, np.int8))
+    scales = _constant(graph, f"{name}_step", step, np.float32)
+    accumulate = ir.node("MatMulInteger", integers)
+    cast = ir.node("Cast", accumulate.outputs, {"to": ir.DataType.FLOAT})
+    scale = ir.node("Mul", [quantize.outputs[1], scales])
+    nodes = [accumulate, cast, scale, ir.node("Mul", [cast.outputs[0], scale.outputs[0]])]
+    if product.op_type == "Gemm" and len(product.inputs) > 2:
+        nodes.append(ir.node("Add", [nodes[-1].outputs[0], product.inputs[2]]))
+    for node in nodes:
+        node.metadata_props.update(product.metadata_props)
+    output = nodes[-1].outputs[0]
+    output.name, output.shape, output.type = product.outputs[0].name, product.outputs[0].shape, product.outputs[0].type
+    graph.insert_before(product, nodes)
+    product.outputs[0].replace_all_uses_with(output, replace_graph_outputs=True)
+    graph.remove(product, safe=True)
+
+
+def _quantize_pool(graph: Any, pool: Any) -> None:
+    """Quantize the output of a MaxPool whose input was quantized: its values are there already, so they stay.
+
+    Engines pool integers only where the output is quantized as the input is, and a residual sum that reads it is
+    computed with integers only where it is quantized.
+    """
+    dequantize = pool.inputs[0].producer()
+    is_quantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
+    if not is_quantized or len(pool.outputs) > 1:
+        return
+    output = pool.outputs[0]
+    quantize = ir.node("QuantizeLinear", [output, *dequantize.inputs[1:]])
+    dequantize_again = ir.node("DequantizeLinear", [quantize.outputs[0], *dequantize.inputs[1:]])
+    result = dequantize_again.outputs[0]
+    result.shape, result.type = output.shape, output.type
+    for node in (quantize, dequantize_again):
+        node.metadata_props.update(pool.metadata_props)
+    for node, index in list(output.uses()):
+        if node is not quantize:
+            node.replace_input_with(index, result)
+    graph.insert_after(pool, [quantize, dequantize_again])
+
+
+def _keep_sum_apart(layer_norm: Any) -> None:
+    """Write the Add before a layer norm as a Sum, which is the same.
+
+    onnxruntime (1.30) makes an Add and a LayerNormalization one operation, which takes four times as long as the two.
+    """
+    add = layer_norm.inputs[0].producer()
+    if add is not None and add.op_type == "Add":
+        add.op_type = "Sum"
+
+
 def _array(value: Any) -> Any:
     """A constant of the graph as a numpy array in float64."""
     return value.const_value.numpy().astype(np.float64)
@@ -119,3 +208,18 @@ def _constant(graph: Any, name: str, array: Any, dtype: Any) -> Any:
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)
     return value
+
+
+def _name_after_modules(graph: Any) -> None:
+    """Name each node after the module that it is a part of: ``blocks.0.conv1/Conv``; further ones ``.../Conv_1``.
+
+    People see these names in viewers, and :mod:`.measured_file` names the products that stay in float by them.
+    """
+    numbers: Counter[str] = Counter()
+    for node in graph:
+        scopes = ast.literal_eval(node.metadata_props.get(_SCOPES, "[]"))
+        if len(scopes) < 2:
+            continue
+        name = f"{scopes[-2]}/{node.op_type}"
+        node.name = f"{name}_{numbers[name]}" if numbers[name] else name
+        numbers[name] += 1

@@ -49,8 +49,8 @@ _OPSET = 21
 _LARGEST_FILE = 3 << 29
 #: the first release under which the graph has the names of the model's buffers; before it 4-bit integers took 8 bits
 _OLDEST_ONNXSCRIPT = "0.6"
-_SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one calibrated range per tensor for activations"
-_REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
+_SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one range per tensor for activations"
+_REMEDY = "use INT8_ONNX, INT8_DYNAMIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
 
 def export_onnx(
@@ -87,8 +87,8 @@ def export_onnx(
 
     Raises:
         CalibrationError: the model was not calibrated, or has changed since; QDQ cannot express the scheme (floating
-            point formats, dynamic ranges, groups of a convolution's weight, attention states); torch's exporter cannot
-            trace the model; the file exists, or cannot be written.
+            point formats, dynamic ranges per token, groups of a convolution's weight, attention states); torch's
+            exporter cannot trace the model; the file exists, or cannot be written.
 
     Reference:
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
@@ -108,8 +108,9 @@ def export_onnx(
 
     if signed is None:
         signed = takes_signed_activations()
-    with left_as_it_was(model):
-        program = _trace(model, example, dynamic_shapes, signed)
+    arguments = Example.of(model, example, dynamic_shapes)
+    with left_as_it_was(model), written_by(model, partial(_QdqWriter, signed=signed)):
+        program = trace_onnx(model, arguments)
 
     finish(program.model, _names_of_4_bit_codes(model))
     _save(program, file, overwrite)
@@ -142,10 +143,21 @@ def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str
     if base == "weight":
         return reason_against_weight(module, args)
     if args.dynamic is not False:
-        return "activations whose range is found at run time"
+        return _reason_against_dynamic(module, args)
     if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
         return f"{args.num_bits}-bit activations per {args.strategy.value}"
     return None
+
+
+def _reason_against_dynamic(module: nn.Module, args: QuantizationArgs) -> str | None:
+    """Why an ONNX file cannot hold an activation whose range is found at run time; None if it can."""
+    if args.strategy != QuantizationStrategy.TENSOR or args.symmetric or args.num_bits != 8:
+        return f"ranges per {QuantizationStrategy(args.strategy).value} that are found at run time"
+    weight = args_of(module, "weight")
+    is_product = len(whole_shape(module) or ()) == 2
+    if is_product and weight is not None and weight.num_bits == 8 and weight.strategy != QuantizationStrategy.GROUP:
+        return None
+    return "ranges that are found at run time, but for matrix products with 8-bit weights"
 
 
 # ---------------------------------------------------------------------- tracing
@@ -169,9 +181,11 @@ class _QdqWriter:
         self.attributes: dict[str, dict[str, Any]] = {}
         #: integers, scales and zero points, by the names of their buffers
         self.buffers: dict[str, torch.Tensor] = {}
-        for base, _ in scheme_args(get_scheme(module)):
+        for base, args in scheme_args(get_scheme(module)):
+            if args.dynamic is True:
+                continue
             stored = stored_range(module, base)
-            assert stored is not None  # dynamic ranges are refused
+            assert stored is not None
             zero_point = stored.zero_point
             if base == "weight":
                 self.attributes[base] = self._weight_attributes(stored.args)
@@ -204,11 +218,20 @@ class _QdqWriter:
         The quantized forward calls it instead of quantizing and dequantizing. For a weight the stored integers are
         read, and ``value`` gives only shape and dtype.
         """
+        add_node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
+        if base not in self.attributes:
+            codes, scale, zero_point = torch.onnx.ops.symbolic_multi_out(
+                "DynamicQuantizeLinear",
+                (value,),
+                dtypes=(torch.uint8, torch.float32, torch.uint8),
+                shapes=(value.shape, (), ()),
+                version=_OPSET,
+            )
+            return add_node("DequantizeLinear", (codes, scale, zero_point), {}, dtype=value.dtype)
         scale = getattr(self.module, f"{base}_step")
         zero_point = getattr(self.module, f"{base}_zero")
-        add_node = partial(torch.onnx.ops.symbolic, shape=value.shape, version=_OPSET)
         if base == "weight":
-            codes: Any = self.module.weight_codes
+            codes = self.module.get_buffer("weight_codes")
         else:
             codes = add_node("QuantizeLinear", (value, scale, zero_point), {}, dtype=zero_point.dtype)
         return add_node("DequantizeLinear", (codes, scale, zero_point), self.attributes[base], dtype=value.dtype)
@@ -223,31 +246,32 @@ def _onnx_shape(stored: StoredRange) -> tuple[int, ...]:
     return ()
 
 
-def _trace(model: nn.Module, example: Any, dynamic_shapes: Any, signed: bool) -> Any:
-    """The model as a ``torch.onnx.ONNXProgram``, traced under the quantized forward; see :func:`export_onnx`.
+def trace_onnx(model: nn.Module, arguments: Example) -> Any:
+    """The model as a ``torch.onnx.ONNXProgram``.
+
+    :func:`export_onnx` calls it in a block of :func:`.written_by`, :func:`.measure_onnx` outside of one, for a file in
+    float.
 
     Args:
-        model: calibrated, in evaluation mode.
-        example, dynamic_shapes: as for :func:`export_onnx`.
+        model: in evaluation mode.
+        arguments: to trace it with.
 
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.
     """
-    arguments = Example.of(model, example, dynamic_shapes)
-    with written_by(model, partial(_QdqWriter, signed=signed)):
-        try:
-            return torch.onnx.export(
-                model,
-                arguments.positional,
-                kwargs=arguments.by_name,
-                dynamic_shapes=arguments.dynamic_shapes,
-                opset_version=_OPSET,
-                dynamo=True,
-                verbose=False,
-            )
-        except Exception as error:
-            remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
-            raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
+    try:
+        return torch.onnx.export(
+            model,
+            arguments.positional,
+            kwargs=arguments.by_name,
+            dynamic_shapes=arguments.dynamic_shapes,
+            opset_version=_OPSET,
+            dynamo=True,
+            verbose=False,
+        )
+    except Exception as error:
+        remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
+        raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
 
 
 # ---------------------------------------------------------------------- writing

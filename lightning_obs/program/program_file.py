@@ -15,14 +15,14 @@ import os
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_obs.errors import require_bool
+from lightning_obs.errors import require_bool, require_choice
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
@@ -40,6 +40,7 @@ from lightning_obs.model.stored import stored_range, stored_weight
 from lightning_obs.model.weight import whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.program.graph import finish
+from lightning_obs.program.xnnpack import write_for_xnnpack
 
 #: registers the operations of ``torch.ops.quantized_decomposed``; who loads a program needs them, too
 _OPERATIONS = "torch.ao.quantization.fx._decomposed"
@@ -53,6 +54,7 @@ def export_program(
     example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     dynamic_shapes: Any = None,
+    backend: Literal["xnnpack"] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a calibrated model, or one from :func:`~lightning_obs.load_checkpoint`, as a program of torch.export.
@@ -74,6 +76,8 @@ def export_program(
             arguments. A model that takes one dict gets it in a tuple: ``(batch,)``.
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
+        backend: ``"xnnpack"``: layer norms, means and attention whose sizes do not vary are written as products, which
+            XNNPACK takes, so that ExecuTorch gives it the whole net at once. None: as the model computes them.
         overwrite: replace an existing ``file``.
 
     Returns:
@@ -85,13 +89,15 @@ def export_program(
             cannot trace the model; the file exists, or cannot be written.
     """
     require_bool(overwrite=overwrite)
+    if backend is not None:
+        require_choice("backend", backend, ["xnnpack"])
     file = Path(file)
     require_traceable(model, file_kind="a program", writer_name="export_program")
     refuse_tensors(model, _reason_against, file_kind="a program", expected=_SUPPORTED, remedy=_REMEDY)
     require_new_file(file, overwrite)
     import_module(_OPERATIONS)
     with left_as_it_was(model):
-        program = _trace(model, Example.of(model, example, dynamic_shapes))
+        program = _trace(model, Example.of(model, example, dynamic_shapes), backend)
     with whole_file(file, overwrite) as partial_file, partial_file.open("wb") as stream:
         torch.export.save(program, stream)
     return file
@@ -113,28 +119,41 @@ def _reason_against(module: nn.Module, base_name: str, args: QuantizationArgs) -
 # ---------------------------------------------------------------------- tracing
 
 
-def _trace(model: nn.Module, example: Example) -> torch.export.ExportedProgram:
+def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.export.ExportedProgram:
     """The finished program of a model, traced under the quantized forward; called by :func:`export_program`.
+
+    Args:
+        model: calibrated, in evaluation mode.
+        example: to trace it with.
+        backend: as for :func:`export_program`.
 
     Raises:
         CalibrationError: torch.export failed, with an error of any class.
     """
 
-    def export(module: nn.Module) -> torch.export.ExportedProgram:
+    with written_by(model, _DecomposedWriter):
+        graph_module = _export(model, example).module()
+        if backend == "xnnpack":
+            write_for_xnnpack(graph_module)
+        finish(graph_module)
+        program = _export(graph_module, example)
+    program.example_inputs = tree_map_only(torch.Tensor, torch.zeros_like, program.example_inputs)
+    return program
+
+
+def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
+    """The program of a module.
+
+    Raises:
+        CalibrationError: torch.export failed, with an error of any class.
+    """
+    try:
         return torch.export.export(
             module, example.positional, example.by_name, dynamic_shapes=example.dynamic_shapes, strict=False
         )
-
-    with written_by(model, _DecomposedWriter):
-        try:
-            graph_module = export(model).module()
-            finish(graph_module)
-            program = export(graph_module)
-        except Exception as error:
-            remedy = "see torch.export.export(model, example); the model has to be traceable."
-            raise exporter_error("torch.export", model, error, remedy) from error
-    program.example_inputs = tree_map_only(torch.Tensor, torch.zeros_like, program.example_inputs)
-    return program
+    except Exception as error:
+        remedy = "see torch.export.export(model, example); the model has to be traceable."
+        raise exporter_error("torch.export", module, error, remedy) from error
 
 
 class _DecomposedWriter:

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import tokens_of
@@ -96,6 +97,7 @@ def measure_layer_errors(
     outputs = LayerSums(list(layers))
     feeds = _Feeds()
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly(), left_as_it_was(model):
+        stack.enter_context(unfused(model))
         stack.enter_context(feeds)
         for name, module in layers.items():
             probe = _probe(name, inputs, outputs, feeds, counts)

@@ -25,10 +25,14 @@ _PENDING = 4096
 
 @dataclass(frozen=True)
 class TensorError:
-    """The effect of rounding on one tensor: the :data:`NUMBERS`, and its smallest and largest value; None: unknown.
+    """The effect of rounding on one tensor; None: unknown.
 
-    A field for each row of :data:`NUMBERS`, by its name; rows of the page call it ``input_<field>``, and so on.
-    :meth:`LayerSums.errors` makes one for each tensor that was measured.
+    :meth:`LayerSums.errors` makes one for each tensor that was measured. Rows of the page have each field as
+    ``input_<field>``, ``weight_<field>`` and ``output_<field>``.
+
+    Attributes:
+        sqnr, mse, cosine, clipped, bits: the :data:`NUMBERS` of these names.
+        low, high: the smallest and the largest value before rounding, of all batches and ranks.
     """
 
     sqnr: float | None = None

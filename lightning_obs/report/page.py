@@ -43,12 +43,25 @@ class Column(NamedTuple):
     is_wide: bool = False  # left out on a phone
     smallest_first: bool = True  # how a first click sorts
     value: Callable[[LayerError], Any] | None = None  # for a key that no row has otherwise; CSV and JSON get it too
+    description: str = ""  # sentences in the legend under the table
 
 
 COLUMNS = [
     Column("name", "layer"),
-    Column("sqnr", "SQNR [dB]", 1),
-    Column("clipped", "clipped [%]", 2, is_wide=True, smallest_first=False),
+    Column(
+        "sqnr",
+        "SQNR [dB]",
+        1,
+        description="SQNR is the ratio of signal to quantization noise in a layer's output: about 6 dB per bit.",
+    ),
+    Column(
+        "clipped",
+        "clipped [%]",
+        2,
+        is_wide=True,
+        smallest_first=False,
+        description="Clipped is the share of input values beyond the chosen range.",
+    ),
     Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
     Column("weight_bits", "weight [bit]", 2, is_wide=True),
     Column("input_sqnr", "input [dB]", 1, is_wide=True),
@@ -203,6 +216,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     for column in COLUMNS:
         title = titles.get(column.key, column.title)
         columns.append((column.key, title, column.digits, column.is_wide, column.smallest_first))
+    legend = " ".join(column.description for column in COLUMNS if column.description)
     # The page needs no more digits than it shows.
     shown = finite(data, digits=4)
     shown["shown"] = columns
@@ -211,7 +225,9 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["fused"] = [] if report.result is None else report.result.fused
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
-    return template.render(data=data, report=report, shown=shown, comparison=comparison, human_size=human_size)
+    return template.render(
+        data=data, report=report, shown=shown, legend=legend, comparison=comparison, human_size=human_size
+    )
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.forward.linear_attention import LinearAttention
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
@@ -229,7 +230,7 @@ def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[Planne
     for module in model.modules():
         class_name = "Mamba" if "Mamba" in type(module).__name__ else type(module).__name__
         attributes = _READS.get(class_name, ())
-        if isinstance(module, nn.MultiheadAttention):
+        if isinstance(module, nn.MultiheadAttention) and not isinstance(module, LinearAttention):
             attributes = ("out_proj",)
         for attribute in attributes:
             uncalled.add(id(getattr(module, attribute, None)))
@@ -251,7 +252,8 @@ def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
     refuse(
         _names(_uncalled(model, targets)),
         "code of the model reads the weights of these modules without calling them, so they cannot be quantized",
-        remedy="target the class (Linear), which leaves them out, or list them in `ignore`.",
+        remedy="target the class (Linear), which leaves them out, or list them in `ignore`; of nn.MultiheadAttention, "
+        "lightning_obs.linearize_attention(model) makes Linears that can be quantized.",
     )
     _check_adapters(model, targets)
     refuse(

@@ -49,8 +49,17 @@ _ALL_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 _FOLLOWERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ReLU", "ReLU6")
 
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
+#: a range a little wider than the largest weight is tried, too: 127 steps reach it, where int8 has 127 of one sign only
+_SEARCHED_INT8_WEIGHTS = QuantizationArgs(
+    num_bits=8,
+    strategy="channel",
+    observer="memoryless_mse",
+    observer_kwargs={"expand": 1.02, "grid": 400.0, "patience": 400},
+)
 _SYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="static_minmax")
 _ASYMMETRIC = QuantizationArgs(num_bits=8, strategy="tensor", observer="histogram", symmetric=False)
+#: the one dynamic range that ONNX has an operation for
+_DYNAMIC = QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False, dynamic=True)
 
 
 @dataclass(frozen=True)
@@ -81,18 +90,20 @@ def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationAr
 
 #: compressed-tensors' W8A8 (= INT8) quantizes activations dynamically; these are with calibrated activations. A zero
 #: point gives inputs that are not centred on zero (after SiLU, GELU, ReLU) their whole range, at the same cost.
+#: INT8_DYNAMIC has one range for a whole batch, found at run time, as ONNX files of speech models do.
 #: onnxruntime and OpenVINO compute with integers from one quantized output to the next; TensorRT takes no zero points.
 #: Q4_0 to Q8_0 are GGUF's (gguf/block_formats.py).
 OWN_PRESETS: dict[str, OwnPreset] = {
     "INT8_STATIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC}),
     "INT8_STATIC_ASYM": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC}),
+    "INT8_DYNAMIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _DYNAMIC}),
     "INT8_ONNX": OwnPreset(
-        {"weights": _INT8_WEIGHTS, "input_activations": _ASYMMETRIC, "output_activations": _ASYMMETRIC},
+        {"weights": _SEARCHED_INT8_WEIGHTS, "input_activations": _ASYMMETRIC, "output_activations": _ASYMMETRIC},
         _ALL_KINDS,
         _FOLLOWERS,
     ),
     "INT8_TENSORRT": OwnPreset(
-        {"weights": _INT8_WEIGHTS, "input_activations": _SYMMETRIC, "output_activations": _SYMMETRIC},
+        {"weights": _SEARCHED_INT8_WEIGHTS, "input_activations": _SYMMETRIC, "output_activations": _SYMMETRIC},
         _ALL_KINDS,
         _FOLLOWERS,
     ),

@@ -18,6 +18,8 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 #: classes that are named; the others are added up
 _NAMED = 4
+#: what quantizes the weights of a class after all
+_REMEDIES = {nn.MultiheadAttention.__name__: " (linearize_attention makes it Linears)"}
 
 
 @at_rest()
@@ -77,14 +79,16 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
 def shares_text(shares: Mapping[str, float]) -> str:
     """The shares for a person to read: the largest ones, and the sum of the others.
 
-    >>> shares_text({"MultiheadAttention": 0.34, "LayerNorm": 0.012, "ViT": 0.002, "PReLU": 0.001}), shares_text({})
-    ('MultiheadAttention 34 %, LayerNorm 1 %, others <1 %', 'none')
+    >>> shares_text({"LSTM": 0.34, "LayerNorm": 0.012, "ViT": 0.002, "PReLU": 0.001}), shares_text({})
+    ('LSTM 34 %, LayerNorm 1 %, others <1 %', 'none')
+    >>> shares_text({"MultiheadAttention": 0.34})
+    'MultiheadAttention 34 % (linearize_attention makes it Linears)'
     """
     largest = list(shares.items())[:_NAMED]
     named = {kind: share for kind, share in largest if share >= 0.01}
     if not named:
         named = dict(largest[:1])
-    texts = [f"{kind} {_percent(share)}" for kind, share in named.items()]
+    texts = [f"{kind} {_percent(share)}{_REMEDIES.get(kind, '')}" for kind, share in named.items()]
     unnamed_share = sum(share for kind, share in shares.items() if kind not in named)
     if unnamed_share:
         texts.append(f"others {_percent(unnamed_share)}")

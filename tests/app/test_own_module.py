@@ -184,6 +184,7 @@ def run_pytorch_lightning(command_line, tmp_path, name, *overrides):
     return command_line(*model, *options, *overrides, tiny=False, new_process=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -199,6 +200,7 @@ def test_a_module_of_pytorch_lightning_is_run_by_the_trainer_of_its_package(comm
     assert "GPU available" not in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_that_only_a_function_knows_of_names_the_trainer_to_set(command_line, tmp_path):
     done = run_pytorch_lightning(command_line, tmp_path, "module")
     assert done.returncode == 1

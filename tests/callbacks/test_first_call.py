@@ -1,6 +1,7 @@
 """callback.export_onnx and callback.export_program trace with the arguments of the first validation batch's call."""
 
 import copy
+import re
 
 import onnxruntime
 import pytest
@@ -9,9 +10,16 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining, quantized
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationError,
+    CalibrationWarning,
+    QuantizationAwareTraining,
+    quantized,
+)
+from lightning_obs.callbacks import measured_export
 from tests.callbacks.calibration_modules import Language, Plain, hooks_on, loader, trainer
-from tests.support.lightning_package import L
+from tests.support.lightning_package import MESSAGES, L
 from tests.support.tiny_model import save_tiny_llama
 
 DYNAMIC = torch.export.Dim.DYNAMIC
@@ -43,6 +51,36 @@ def test_a_callback_writes_an_onnx_file_in_the_same_way(tmp_path):
     x = torch.randn(5, 8)
     [outputs] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(outputs), quantized_outputs(module, x), atol=2e-5, rtol=1e-5)
+
+
+def written_onnx(callback, file, caplog, **options):
+    """Validate, export, and return what was said."""
+    trainer(callback).validate(Plain(), loader(), verbose=False)
+    with caplog.at_level("INFO", logger=MESSAGES):
+        callback.export_onnx(file, **options)
+    return [record.message for record in caplog.records if str(file) in record.message]
+
+
+def test_it_is_said_what_onnxruntime_makes_of_an_onnx_file(tmp_path, caplog):
+    [said] = written_onnx(CalibrationCallback("INT8_ONNX"), tmp_path / "m.onnx", caplog)
+    assert re.search(r"2 of 2 products in integers, [\d.]+x the speed of float", said)
+
+
+def test_an_onnx_file_is_not_run_unless_asked_or_without_onnxruntime(tmp_path, caplog, monkeypatch):
+    assert written_onnx(CalibrationCallback("INT8_ONNX"), tmp_path / "m.onnx", caplog, measure=False) == []
+    monkeypatch.setattr(measured_export, "find_spec", lambda name: None)
+    assert written_onnx(CalibrationCallback("INT8_ONNX"), tmp_path / "n.onnx", caplog) == []
+    assert {file.name for file in tmp_path.iterdir()} == {"m.onnx", "n.onnx"}
+
+
+def test_an_onnx_file_that_onnxruntime_does_not_run_is_kept_with_a_warning(tmp_path, caplog, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", fail)
+    with pytest.warns(CalibrationWarning, match="does not run it: no kernel"):
+        written_onnx(CalibrationCallback("INT8_ONNX"), tmp_path / "m.onnx", caplog)
+    assert (tmp_path / "m.onnx").stat().st_size > 0
 
 
 def test_an_example_of_ones_own_and_options_are_passed_on(tmp_path):

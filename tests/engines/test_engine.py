@@ -1,4 +1,4 @@
-"""An engine of one's own, as CONTRIBUTING shows it: one class, found by ``engines="name"``."""
+"""Engines of one's own, as CONTRIBUTING shows them: one class each, found by ``engines="name"``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,40 @@ from lightning_obs.engines.engine import ENGINES
 from tests.support.markdown import blocks, page
 
 
+def add_engine(monkeypatch, name):
+    """Run the piece of CONTRIBUTING that registers an engine of a name, for one test."""
+    section = page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n### ")[0]
+    (shown,) = [code for code in blocks(section, "python") if f'@Engine.register("{name}")' in code]
+    assert len(shown.splitlines()) <= 20
+    monkeypatch.setitem(ENGINES, name, None)  # which also takes it out at the end
+    exec(shown, {})
+
+
 @pytest.fixture
 def tiny_engine(monkeypatch):
-    """The engine that CONTRIBUTING shows."""
-    monkeypatch.setitem(ENGINES, "tiny", None)  # which also takes it out at the end
-    (shown,) = blocks(page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n### ")[0], "python")
-    assert len(shown.splitlines()) <= 20
-    exec(shown, {})
+    """The engine that answers the questions itself."""
+    add_engine(monkeypatch, "tiny")
+
+
+@pytest.fixture
+def aurora_engine(monkeypatch):
+    """The engine that is a table of families."""
+    add_engine(monkeypatch, "aurora")
+
+
+def test_a_table_of_families_is_an_engine_s_verdict_in_a_session(aurora_engine, tiny_llama):
+    verdict = CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"]).engines["Aurora"]
+    assert (verdict.loads, verdict.text, verdict.what) == (True, "CUDA 8.9 or newer", "")
+    verdict = CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"]).engines["Aurora"]
+    assert (verdict.loads, "Aurora 1.0 has nothing that loads modules" in verdict.what) == (False, True)
+    with pytest.raises(CalibrationError, match=r"Aurora 1\.0 does not load a quantized kv cache"):
+        CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], kv_cache="FP8", engines="aurora")
+
+
+def test_every_engine_has_a_row_in_the_docs():
+    rows = [line for line in page("docs/engines.md").splitlines() if line.startswith("|")]
+    for name in ENGINES:
+        assert any(f'`"{name}"`' in row.split("|")[1] for row in rows), f"docs/engines.md has no row for {name}"
 
 
 def test_an_engine_refuses_the_scheme_that_it_lacks_before_data_are_read(tiny_engine, tiny_llama):

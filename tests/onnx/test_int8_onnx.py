@@ -1,6 +1,7 @@
 """INT8_ONNX: outputs are quantized where an engine quantizes them, so that it computes with integers throughout."""
 
 import copy
+import sys
 from collections import Counter
 
 import onnx
@@ -13,13 +14,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import (
     CalibrationCallback,
+    CalibrationError,
     CalibrationSession,
     QuantizationAwareTraining,
     export_checkpoint,
     export_onnx,
     load_checkpoint,
+    measure_onnx,
     quantized,
 )
+from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.support.lightning_package import L
@@ -233,3 +237,163 @@ def test_a_fit_ends_with_a_file_of_integers(tmp_path, callback):
     with quantized(module), torch.no_grad():
         expected = module(images[:1])
     torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(module.net.head.output_scale))
+
+
+def linears(bias):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 96, bias=bias), nn.GELU(), nn.Linear(96, 32, bias=bias)).eval()
+
+
+ASYMMETRIC_WEIGHTS = {
+    "weights": {"num_bits": 8, "strategy": "channel", "symmetric": False},
+    "input_activations": {"num_bits": 8, "strategy": "tensor", "symmetric": False, "dynamic": True},
+}
+
+
+@pytest.mark.parametrize("scheme", ["INT8_DYNAMIC", ASYMMETRIC_WEIGHTS], ids=["preset", "asymmetric weights"])
+@pytest.mark.parametrize("shape", [(5, 64), (2, 7, 64)], ids=["matrix", "tokens"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_range_found_at_run_time_multiplies_integers(tmp_path, scheme, shape, bias):
+    model = linears(bias)
+    with CalibrationSession(model, scheme):
+        pass
+    x = torch.randn(shape)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert not {"Gemm", "MatMul", "MatMulNBits", "DequantizeLinear"} & operations.keys()
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    # A value halfway between two integers may go to the other one: onnxruntime multiplies by the inverse of the scale.
+    differs = (output - expected).abs() > 1e-5
+    assert differs.float().mean() < 0.01
+    torch.testing.assert_close(output, expected, rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason"),
+    [
+        ("W8A8", "ranges per token that are found at run time.*use INT8_ONNX, INT8_DYNAMIC"),
+        ({"preset": "INT8_DYNAMIC", "targets": ["Conv2d"]}, "found at run time, but for matrix products"),
+    ],
+)
+def test_other_ranges_found_at_run_time_are_refused(tmp_path, scheme, reason):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(400, 4)).eval()
+    with CalibrationSession(model, scheme):
+        pass
+    with pytest.raises(CalibrationError, match=reason):
+        export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 12, 12))
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_onnxruntime_makes_of_a_file_is_measured(tmp_path):
+    model, _ = calibrated(Residual())
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    measurement = measure_onnx(model, tmp_path / "model.onnx", x)
+    assert (measurement.products, measurement.in_float) == (6, [])
+    assert measurement.speed == measurement.float_milliseconds / measurement.milliseconds > 0
+    assert measurement.difference <= 2 * float(model.head.output_scale)
+    assert "6 of 6 products in integers" in str(measurement)
+
+
+def test_products_that_stay_in_float_are_named(tmp_path):
+    model, _ = calibrated(Residual(), ignore=["stem.0", "head"])
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    measurement = measure_onnx(model, tmp_path / "model.onnx", x)
+    # torch's exporter makes the convolution in float a part of its batch norm
+    assert measurement.in_float == ["stem.1/Conv", "head/Gemm"]
+    assert "4 of 6 products in integers" in str(measurement)
+
+
+def test_a_measurement_without_onnxruntime_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(CalibrationError, match=r"measure_onnx needs the package onnxruntime.*lightning-obs\[onnx\]"):
+        measure_onnx(Residual(), tmp_path / "model.onnx", torch.randn(1, 3, 12, 12))
+
+
+def test_a_measurement_changes_nothing_of_the_model(tmp_path):
+    model, _ = calibrated(Residual())
+    model.train()
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    before = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    measure_onnx(model, tmp_path / "model.onnx", x)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), random_state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+class Pooled(nn.Module):
+    """A convolution is called on the pooled image, and once more on its own output where ``twice``."""
+
+    def __init__(self, twice):
+        super().__init__()
+        self.first = nn.Sequential(convolution(3), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.second = convolution(16)
+        self.twice = twice
+
+    def forward(self, image):
+        x = self.first(image)
+        y = self.second(x)
+        return self.second(y) + x if self.twice else y
+
+
+def test_an_input_that_is_a_quantized_output_keeps_its_range(tmp_path):
+    model, _ = calibrated(Pooled(twice=False))
+    assert torch.equal(model.second.input_scale, model.first[2].output_scale)
+    assert torch.equal(model.second.input_zero_point, model.first[2].output_zero_point)
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    # One at the file's input and one at its output: between them there are integers alone.
+    assert (operations["QuantizeLinear"], operations["DequantizeLinear"], operations["QLinearConv"]) == (1, 1, 2)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.second.output_scale))
+
+
+def test_an_input_that_reads_other_tensors_too_has_a_range_of_its_own():
+    model, session = calibrated(Pooled(twice=True))
+    assert session.observation.calls.readers.sources["second"] is None
+    assert not torch.equal(model.second.input_scale, model.first[2].output_scale)
+
+
+def test_ranks_and_resumed_runs_add_what_they_have_seen():
+    first, second, third = OutputReaders(), OutputReaders(), OutputReaders()
+    output, other = torch.ones(2, 3), torch.zeros(2, 3)
+    first.leave("conv", output)
+    first.enter("relu", output, is_follower=True)
+    second.leave("relu", output)
+    second.enter("a", output, is_follower=False)
+    second.enter("b", output, is_follower=False)
+    third.enter("b", other, is_follower=False)
+    third.leave("relu", other)
+    third.pass_on(other, output)
+    third.enter("a", output, is_follower=False)
+    together = OutputReaders()
+    together.add(readers.state_dict() for readers in (first, second, third))
+    assert together.followed == {"conv"}
+    assert together.sources == {"a": "relu", "b": None}
+    assert copy.deepcopy(together).state_dict() == together.state_dict()
+
+
+def test_a_sum_before_a_layer_norm_is_not_fused_into_a_slower_operation(tmp_path):
+    class AddNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.norm = nn.Linear(32, 32), nn.LayerNorm(32)
+
+        def forward(self, x):
+            return self.norm(x + self.linear(x))
+
+    model = AddNorm().eval()
+    x = torch.randn(2, 7, 32)
+    with CalibrationSession(model, "INT8_ONNX"), torch.no_grad():
+        model(x)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["LayerNormalization"], operations["SkipLayerNormalization"]) == (1, 0)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x))

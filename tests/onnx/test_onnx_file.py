@@ -190,13 +190,13 @@ GROUPED = {"weights": {"num_bits": 4, "group_size": 16}}
 @pytest.mark.parametrize(
     ("build", "scheme", "message"),
     [
-        (mlp, "FP8", r"cannot hold 8-bit floating point: 0 \(weight\), 0 \(input\).*Expected integers.*INT8_STATIC"),
+        (mlp, "FP8", r"cannot hold 8-bit floating point: 0 \(weight\), 0 \(input\).*Expected integers.*INT8_ONNX"),
         (
             mlp,
             {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", **WEIGHTS | {"num_bits": 4}}},
             "4-bit fl",
         ),
-        (mlp, "W8A8", r"range is found at run time: 0 \(input\), 2 \(input\)"),
+        (mlp, "W8A8", r"ranges per token that are found at run time: 0 \(input\), 2 \(input\)"),
         (
             mlp,
             {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": {**INPUTS, "num_bits": 4}},

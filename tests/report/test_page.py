@@ -130,7 +130,7 @@ def span(error: LayerError) -> float | None:
     return None if seen is None or seen.low is None or seen.high is None else seen.high - seen.low
 
 
-COLUMNS.append(Column("span", "span of the inputs", 2, smallest_first=False, value=span))
+COLUMNS.append(Column("span", "span", 2, smallest_first=False, value=span, description="Span is that of the inputs."))
 """
 
 
@@ -149,7 +149,9 @@ def test_a_column_of_the_page_is_added_in_a_dozen_lines(own_column, tmp_path):
     report = made_up(6)
     text = write_report(tmp_path, report).read_text()
     shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL).group(1))
-    assert shown["shown"][-1] == ["span", "span of the inputs", 2, False, False]
+    assert shown["shown"][-1] == ["span", "span", 2, False, False]
+    assert "Clipped is the share of input values beyond the chosen range. " in text
+    assert " Span is that of the inputs. A layer" in text
     spans = [error.input.high - error.input.low for error in report.errors]
     assert [layer["span"] for layer in shown["layers"]] == pytest.approx(spans, rel=1e-3)
     with open(tmp_path / "layers.csv") as file:

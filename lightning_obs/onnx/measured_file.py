@@ -1,0 +1,178 @@
+"""What the installed onnxruntime makes of a file: how much of it runs in integers, how fast, and what it answers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_obs.errors import name_list
+from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.quantized_forward import quantized
+from lightning_obs.forward.tracing import Example
+from lightning_obs.onnx.onnx_file import trace_onnx
+from lightning_obs.packages import import_package
+
+#: operations of onnxruntime that multiply integers
+_IN_INTEGERS = frozenset({
+    "QLinearConv", "QGemm", "QLinearMatMul", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul",
+    "ConvInteger", "MatMulNBits",
+})  # fmt: skip
+#: operations that multiply matrices, or convolve, in float
+_IN_FLOAT = frozenset({
+    "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Einsum",
+    "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN",
+})  # fmt: skip
+#: seconds that one of the two files is run for, and the runs of each at least
+_SECONDS = 1.0
+_RUNS = 5
+
+
+@dataclass(frozen=True)
+class OnnxMeasurement:
+    """What :func:`measure_onnx` has measured.
+
+    Attributes:
+        runtime: name and release of the engine.
+        products: how many convolutions and matrix products the engine runs.
+        in_float: those among them that it computes in float, ``"module/operation"``; the others multiply integers.
+        milliseconds: of one run of the file, the median.
+        float_milliseconds: of one run of the same model in float.
+        difference: the largest absolute difference of an output from that under :func:`~lightning_obs.quantized`.
+    """
+
+    runtime: str
+    products: int
+    in_float: list[str] = field(default_factory=list)
+    milliseconds: float = 0.0
+    float_milliseconds: float = 0.0
+    difference: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as in float: above 1 is faster."""
+        return self.float_milliseconds / self.milliseconds
+
+    def __str__(self) -> str:
+        in_integers = self.products - len(self.in_float)
+        text = f"{self.runtime}: {in_integers} of {self.products} products in integers, {self.speed:.2f}x the speed of "
+        text += f"float ({self.float_milliseconds:.2f} ms -> {self.milliseconds:.2f} ms), largest difference from "
+        text += f"quantized() {self.difference:.2g}"
+        if self.in_float:
+            text += f"; in float: {name_list(self.in_float)}"
+        return text
+
+
+def measure_onnx(
+    model: nn.Module, file: str | os.PathLike[str], example: torch.Tensor | Sequence[Any] | Mapping[str, Any]
+) -> OnnxMeasurement:
+    """Run a file of :func:`~lightning_obs.export_onnx` in the installed onnxruntime, beside the same model in float.
+
+    Both run in turn in this process, with the threads that onnxruntime takes by itself, for about a second each.
+
+    Args:
+        model: the calibrated model that was exported. It is not changed.
+        file: the file.
+        example: inputs to run, as ``export_onnx`` takes them.
+
+    Raises:
+        CalibrationError: onnxruntime is not installed; torch's exporter cannot trace the model in float.
+    """
+    onnxruntime = import_package("onnxruntime", "measure_onnx")
+    arguments = Example.of(model, example, None)
+    with tempfile.TemporaryDirectory() as folder, left_as_it_was(model):
+        float_file = Path(folder, "float.onnx")
+        trace_onnx(model, arguments).save(float_file)
+        optimized_file = Path(folder, "optimized.onnx")
+        session = _session(onnxruntime, file)
+        in_float, products = _products(onnxruntime, file, optimized_file)
+        feeds = _feeds(session, arguments)
+        milliseconds, float_milliseconds = _medians([session, _session(onnxruntime, float_file)], feeds)
+        with torch.no_grad(), quantized(model):
+            expected = model(*arguments.positional, **arguments.by_name)
+        outputs = session.run(None, feeds)
+    return OnnxMeasurement(
+        runtime=f"onnxruntime {onnxruntime.__version__}",
+        products=products,
+        in_float=in_float,
+        milliseconds=milliseconds,
+        float_milliseconds=float_milliseconds,
+        difference=_largest_difference(outputs, expected),
+    )
+
+
+def _session(onnxruntime: Any, file: str | os.PathLike[str]) -> Any:
+    """A session of onnxruntime on the CPU."""
+    return onnxruntime.InferenceSession(str(file), _options(onnxruntime), providers=["CPUExecutionProvider"])
+
+
+def _options(onnxruntime: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return options
+
+
+def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Path) -> tuple[list[str], int]:
+    """The products that onnxruntime computes in float, and the number of all its products.
+
+    Args:
+        onnxruntime: the package.
+        file: the file.
+        optimized_file: path of a new file, to which onnxruntime writes the graph that it runs. It is asked for the last
+            but one of its levels of optimization: the last changes the layout of images, and the names of nodes.
+    """
+    import onnx
+
+    options = _options(onnxruntime)
+    options.optimized_model_filepath = str(optimized_file)
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
+    onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    in_float = []
+    products = 0
+    for node in onnx.load(optimized_file, load_external_data=False).graph.node:
+        products += node.op_type in _IN_INTEGERS or node.op_type in _IN_FLOAT
+        if node.op_type in _IN_FLOAT:
+            module_name = node.name.partition("/")[0]
+            in_float.append(f"{module_name}/{node.op_type}")
+    return in_float, products
+
+
+def _feeds(session: Any, arguments: Example) -> dict[str, Any]:
+    """The example's tensors by the names of the graph's inputs, which stand in the order of the model's arguments."""
+    leaves = tree_leaves((arguments.positional, arguments.by_name))
+    tensors = [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    names = [value.name for value in session.get_inputs()]
+    return dict(zip(names, tensors, strict=True))
+
+
+def _medians(sessions: Sequence[Any], feeds: Mapping[str, Any]) -> list[float]:
+    """The median milliseconds of a run of each session; the sessions run in turn."""
+    milliseconds: list[list[float]] = [[] for _ in sessions]
+    began = time.perf_counter()
+    while len(milliseconds[0]) < _RUNS or time.perf_counter() - began < _SECONDS * len(sessions):
+        for session, times in zip(sessions, milliseconds, strict=True):
+            started = time.perf_counter()
+            session.run(None, feeds)
+            times.append(1000 * (time.perf_counter() - started))
+    return [median(times[1:]) for times in milliseconds]
+
+
+def _largest_difference(outputs: Sequence[Any], expected: Any) -> float:
+    """The largest absolute difference of the file's outputs from the model's."""
+    tensors = [leaf for leaf in tree_leaves(expected) if isinstance(leaf, torch.Tensor)]
+    largest = 0.0
+    for output, tensor in zip(outputs, tensors, strict=True):
+        difference = np.abs(output.astype(np.float64) - tensor.double().cpu().numpy())
+        largest = max(largest, float(difference.max(initial=0.0)))
+    return largest
