@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_obs.errors import require_bool, require_choice
+from lightning_obs.errors import CalibrationError, require_bool, require_choice
 from lightning_obs.files.write import whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
@@ -54,7 +55,7 @@ def export_program(
     example: torch.Tensor | Sequence[Any] | Mapping[str, Any],
     *,
     dynamic_shapes: Any = None,
-    backend: Literal["xnnpack"] | None = None,
+    backend: Literal["xnnpack", "inductor"] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a calibrated model, or one from :func:`~lightning_obs.load_checkpoint`, as a program of torch.export.
@@ -77,7 +78,9 @@ def export_program(
         dynamic_shapes: which dimensions may vary, as :func:`torch.export.export` takes it; none by default. A batch of
             any size: ``({0: torch.export.Dim.DYNAMIC},)``.
         backend: ``"xnnpack"``: layer norms, means and attention whose sizes do not vary are written as products, which
-            XNNPACK takes, so that ExecuTorch gives it the whole net at once. None: as the model computes them.
+            XNNPACK takes, so that ExecuTorch gives it the whole net at once. ``"inductor"``: activations are unsigned,
+            the same numbers with codes and zero points 128 higher, which torch.compile multiplies as integers on x86.
+            None: neither.
         overwrite: replace an existing ``file``.
 
     Returns:
@@ -90,11 +93,13 @@ def export_program(
     """
     require_bool(overwrite=overwrite)
     if backend is not None:
-        require_choice("backend", backend, ["xnnpack"])
+        require_choice("backend", backend, ["xnnpack", "inductor"])
     file = Path(file)
     require_traceable(model, file_kind="a program", writer_name="export_program")
     refuse_tensors(model, _reason_against, file_kind="a program", expected=_SUPPORTED, remedy=_REMEDY)
     require_new_file(file, overwrite)
+    if file.suffix != ".pt2":
+        raise CalibrationError("the name of a program", got=file.name, expected="a name that ends in .pt2")
     import_module(_OPERATIONS)
     with left_as_it_was(model):
         program = _trace(model, Example.of(model, example, dynamic_shapes), backend)
@@ -131,7 +136,7 @@ def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.exp
         CalibrationError: torch.export failed, with an error of any class.
     """
 
-    with written_by(model, _DecomposedWriter):
+    with written_by(model, partial(_DecomposedWriter, offset=128 if backend == "inductor" else 0)):
         graph_module = _export(model, example).module()
         if backend == "xnnpack":
             write_for_xnnpack(graph_module)
@@ -164,10 +169,12 @@ class _DecomposedWriter:
 
     Args:
         module: a calibrated module.
+        offset: what is added to codes and zero points of activations: 0 for signed ones, 128 for unsigned ones.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, offset: int) -> None:
         self.module = module
+        self._offset = offset
         #: codes, scales and zero points of the weight, by the names of their buffers
         self.buffers: dict[str, torch.Tensor] = {}
         #: by base name (weight, input, output), how the scheme quantizes the tensor
@@ -209,12 +216,14 @@ class _DecomposedWriter:
         args = self._args[base_name]
         lowest = -(1 << (args.num_bits - 1))
         highest = -1 - lowest
-        codes = self.module.weight_codes if base_name == "weight" else None
-        if base_name in self._numbers:
+        if base_name != "weight":
             scale, zero_point = self._numbers[base_name]
-            if codes is None:
-                codes = operations.quantize_per_tensor(value, scale, zero_point, lowest, highest, torch.int8)
-            return operations.dequantize_per_tensor(codes, scale, zero_point, lowest, highest, torch.int8)
+            dtype = torch.uint8 if self._offset else torch.int8
+            numbers = (scale, zero_point + self._offset, lowest + self._offset, highest + self._offset, dtype)
+            return operations.dequantize_per_tensor(operations.quantize_per_tensor(value, *numbers), *numbers)
+        codes: Any = self.module.weight_codes
+        if base_name in self._numbers:
+            return operations.dequantize_per_tensor(codes, *self._numbers[base_name], lowest, highest, torch.int8)
         scales = self.module.weight_step
         zero_points = self.module.weight_zero
         if args.strategy == QuantizationStrategy.GROUP:

@@ -31,6 +31,7 @@ EXPECTED = {
     "10_bit_budget": "largest difference of logits after loading: 0.0",
     "12_onnx": "the same answers: True",
     "14_lightning_cli": "",
+    "15_program": "the same answers: True",
     "11_lm_eval": "accuracy: full precision 0.",
 }
 

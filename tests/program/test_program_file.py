@@ -293,6 +293,12 @@ def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path):
     assert torch.export.load(tmp_path / "m.pt2")
 
 
+def test_a_name_that_torch_would_not_load_is_refused(tmp_path):
+    model = calibrated(mlp(), torch.randn(2, 16), WEIGHT_ONLY)
+    with pytest.raises(CalibrationError, match=r"Got model\.pt, expected a name that ends in \.pt2"):
+        export_program(model, tmp_path / "model.pt", torch.randn(2, 16))
+
+
 class Branch(nn.Module):
     def __init__(self):
         super().__init__()

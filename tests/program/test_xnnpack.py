@@ -100,5 +100,5 @@ def test_without_a_backend_the_model_is_written_as_it_computes(tmp_path):
 
 
 def test_an_unknown_backend_is_refused(tmp_path):
-    with pytest.raises(CalibrationError, match=r"backend\. Got 'coreml', expected 'xnnpack'"):
+    with pytest.raises(CalibrationError, match=r"backend\. Got 'coreml', expected 'xnnpack', 'inductor'"):
         program_of(NORM, tmp_path, backend="coreml")
