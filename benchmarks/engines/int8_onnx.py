@@ -322,8 +322,9 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> None:
     """Print the rows of one model."""
     with tempfile.TemporaryDirectory() as folder:
         methods = options.methods if case.is_trained else ["MinMax"]
-        files = write_files(case, methods, Path(folder))
+        # Before the float export, which leaves fake tensors on models that keep tensors in attributes.
         models = {scheme: calibrated(case, scheme) for scheme in options.schemes}
+        files = write_files(case, methods, Path(folder))
         for scheme, model in models.items():
             files[scheme] = export_onnx(model, Path(folder) / f"{scheme}.onnx", case.example)
         sessions = {way: open_file(file) for way, file in files.items()}
