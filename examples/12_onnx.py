@@ -30,7 +30,9 @@ class Block(nn.Module):
         self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.relu2 = nn.ReLU()  # a module, not F.relu: its output is quantized, and so the sum is computed with integers
+        self.relu2 = (
+            nn.ReLU()
+        )  # as a module its output is quantized, so the sum is computed with integers
 
     def forward(self, x):
         y = self.relu1(self.norm1(self.conv1(x)))
@@ -88,6 +90,6 @@ with torch.no_grad():
         expected = module(held_out).argmax(1)
 accuracies = [(predicted == labels[1400:]).float().mean() for predicted in (in_float, answers)]
 print(f"accuracy {accuracies[0]:.3f} in float, {accuracies[1]:.3f} in onnxruntime")
-print(f"the same answers as quantized(): {(answers == expected).float().mean():.1%}")
+print(f"the same answers as quantized(): {(answers == expected).float().mean():.0%}")
 weights = sum(value.nbytes for value in module.state_dict().values())
 print(f"{os.path.getsize(file):,} bytes; the weights alone have {weights:,} in float32")
