@@ -30,9 +30,7 @@ class Block(nn.Module):
         self.relu1 = nn.ReLU()
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
         self.norm2 = nn.BatchNorm2d(channels)
-        self.relu2 = (
-            nn.ReLU()
-        )  # as a module its output is quantized, so the sum is computed with integers
+        self.relu2 = nn.ReLU()  # as a module its output is quantized, so the sum is computed with integers
 
     def forward(self, x):
         y = self.relu1(self.norm1(self.conv1(x)))
