@@ -81,6 +81,7 @@ class Watch:
         self._out = out
         self._limit = limit  # of one test [s of CPU]
         self._runs: list[dict[str, Any]] = []
+        self._began = 0.0  # of the test [s of CPU]
         self._hooks: list[str] = []
         self._is_running = False
 
@@ -132,6 +133,7 @@ class Watch:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Begin each test with the same random numbers, and end it after a while."""
         self._runs = []
+        self._began = cpu_seconds()
         torch.manual_seed(1234)
         np.random.seed(1234)
         random.seed(1234)
@@ -152,10 +154,22 @@ class Watch:
         report = yield
         if report.when == "call" or report.outcome == "failed":
             error = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"[:500]
-            test = {"id": item.nodeid, "outcome": report.outcome, "error": error, "runs": self._runs}
+            seconds = cpu_seconds() - self._began
+            test = {
+                "id": item.nodeid,
+                "outcome": report.outcome,
+                "error": error,
+                "runs": self._runs,
+                "seconds": round(seconds, 2),
+            }
             with self._out.open("a") as file:
                 file.write(json.dumps(test, default=repr) + "\n")
         return report
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def too_long(*_: Any) -> None:
@@ -280,6 +294,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["calibrate", "evaluate", "train"])
     parser.add_argument("--before", type=Path, help="a file that keeps the first variant's outcomes for further calls")
     parser.add_argument("--limit", type=int, default=60, help="of one test [s of CPU]")
+    parser.add_argument(
+        "--longest", type=float, default=60, help="longer tests are left out of the variants [s of CPU]"
+    )
     parser.add_argument("--files", type=int, default=1, help="whose tests run in one process")
     options = parser.parse_args()
     folder = options.source / "tests"
@@ -296,12 +313,19 @@ def main() -> None:
             options.before.write_text(json.dumps(before))
     wanted = tuple(test.removesuffix(".py") for test in tests)
     passed: dict[str, dict[str, Any]] = {}
-    slow = [name for name, test in before.items() if test["error"].startswith("TimeoutError: the test took")]
+    too_slow = 0
     for name, test in before.items():
-        if name.removeprefix("tests/").startswith(wanted) and test["outcome"] == "passed" and test["runs"]:
+        if not name.removeprefix("tests/").startswith(wanted):
+            continue
+        is_passed = test["outcome"] == "passed" and test["runs"]
+        if test["error"].startswith("TimeoutError: the test took"):
+            too_slow += 1
+        elif is_passed and test["seconds"] > options.longest:
+            too_slow += 1
+        elif is_passed:
             passed[name] = test
     print(
-        f"{len(passed)} tests run a Trainer and pass with a callback that does nothing; {len(slow)} took too long",
+        f"{len(passed)} tests run a Trainer and pass with a callback that does nothing; {too_slow} are too slow",
         flush=True,
     )
     failures = 0
