@@ -13,6 +13,7 @@ from lightning_obs import (
     Observer,
     QuantizationAwareTraining,
     export_checkpoint,
+    export_gguf,
     export_onnx,
 )
 
@@ -79,6 +80,8 @@ def test_a_checkpoint_and_an_onnx_file_are_not_overwritten_by_the_text_no(tmp_pa
         export_checkpoint(model, folder, overwrite="no")
     with pytest.raises(CalibrationError, match=r"overwrite\. Got 'no', expected True or False"):
         export_onnx(model, tmp_path / "new.onnx", (x,), overwrite="no")
+    with pytest.raises(CalibrationError, match=r"overwrite\. Got 'no', expected True or False"):
+        export_gguf(model, tmp_path / "new.gguf", tmp_path / "base.gguf", overwrite="no")
     assert (folder / "model.safetensors").stat() == before
     assert not (tmp_path / "new.onnx").exists()
 

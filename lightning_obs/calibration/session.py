@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from typing_extensions import Unpack
 
@@ -23,12 +24,13 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
-from lightning_obs.errors import refuse_unknown, require_kind, warn
+from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.module_qparams import (
     CHECKSUMS,
     Calibration,
+    calibrated_modules,
     calibration_of,
     get_scheme,
     put_back,
@@ -40,7 +42,7 @@ from lightning_obs.model.weight import register_surroundings
 from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike
-from lightning_obs.schemes.planned_modules import Plan
+from lightning_obs.schemes.planned_modules import Plan, scheme_identity
 
 
 class CalibrationSession:
@@ -159,6 +161,23 @@ class CalibrationSession:
         self.detach()
         if kind is None:
             self.finalize()
+            self._warn_of_other_schemes()
+
+    def _warn_of_other_schemes(self) -> None:
+        """Warn of modules that an earlier session has calibrated otherwise, and that this one has not targeted."""
+        planned_modules = {target.module for target in self.plan.targets}
+        identities = {_identity_without_format(target.scheme) for target in self.plan.targets}
+        others = []
+        for name, module in calibrated_modules(self.model):
+            scheme = get_scheme(module)
+            assert scheme is not None
+            if module not in planned_modules and _identity_without_format(scheme) not in identities:
+                others.append(name)
+        if others:
+            warn(
+                f"{name_list(others)}: calibrated before with another scheme, and not targeted by {self.label}, so "
+                f"both are in the model now. For one scheme alone, calibrate a model that was not calibrated before."
+            )
 
     @property
     def is_attached(self) -> bool:
@@ -309,6 +328,11 @@ class CalibrationSession:
     def in_force(self) -> AbstractContextManager[None]:
         """A block in which this session's qparams are on the modules, if another session has written since."""
         return self._written.in_force()
+
+
+def _identity_without_format(scheme: QuantizationScheme) -> str:
+    """What a scheme says of numbers; its format is set once it is written to a module."""
+    return scheme_identity(scheme.model_copy(update={"format": None}))
 
 
 class _WrittenQParams:

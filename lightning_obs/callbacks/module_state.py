@@ -8,6 +8,9 @@ recorded like any other. Modules stay the same objects: wrappers (DDP, FSDP), co
 ``self.log`` recognizes its metrics. Values of Python's, NumPy's and torch's own types are copied (:meth:`_Copies.of`).
 An object of another class is recorded, in place, where its attributes hold plain data alone, as an ``AverageMeter``'s
 do. All others are shared by both passes: nobody can say what a copy of a dataset, a lock or a logger would do.
+
+A weight that is computed from a parameter (``torch.nn.utils.prune``, ``spectral_norm``) lies in attributes and buffers.
+These stay as they are, too: a ``ModelPruning`` may begin, prune further, or end between the two passes.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ from torch.utils.data import Dataset
 from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 from lightning_obs.model.wrappers import inside
 
-#: attributes that stay as they are: the tables of ``nn.Module`` itself, and results of the calibration in between
-_UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR})
+#: attributes that stay as they are: the tables of ``nn.Module`` itself, results of the calibration in between, and the
+#: submodule that computes weights
+_UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR, "parametrizations"})
+#: behind the name of a weight that is computed from ``<weight>_orig``: itself, pruning's mask, spectral norm's vectors
+_COMPUTED = ("", "_mask", "_u", "_v")
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 #: bytes of an object that has a ``__dict__`` and nothing beside it: no slots, no state of a class written in C
 _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
@@ -62,10 +68,9 @@ class ModuleState:
 
     def _record(self, module: nn.Module, copies: _Copies) -> None:
         special_names = {name for name in vars(module) if name.startswith("__")}
-        # FSDP1 sets whole weights as attributes under the names of the parameters.
-        untouched = _UNTOUCHED.union(special_names, module._parameters)
+        untouched = _UNTOUCHED.union(special_names, _weight_names(module._parameters))
         for values in (vars(module), module._buffers, module._modules):
-            copies.record(values, untouched)
+            copies.record(values, untouched, module._parameters)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -91,17 +96,23 @@ class _Namespace:
         values: the dict itself.
         recorded: the recorded values.
         untouched: names whose present values stay.
+        parameters: the parameters of the module, in whose place weights may be computed since.
     """
 
     values: dict[str, Any]
     recorded: dict[str, Any]
     untouched: frozenset[str]
+    parameters: dict[str, Any]
 
     def restore(self) -> None:
         """Put the recorded values in place; names that came since are removed."""
-        restored = dict(self.recorded)
+        untouched = self.untouched | _weight_names(self.parameters)
+        restored = {}
+        for name, value in self.recorded.items():
+            if name not in untouched:
+                restored[name] = value
         for name, value in self.values.items():
-            if name in self.untouched:
+            if name in untouched:
                 restored[name] = value
         # Between two calibrations the scales of the earlier one are measured on purpose: no check of the weights.
         restored.pop(CHECKSUMS, None)
@@ -132,10 +143,15 @@ class _Copies:
         self._modules = []
         return modules
 
-    def record(self, values: dict[str, Any], untouched: frozenset[str] = frozenset()) -> None:
+    def record(
+        self,
+        values: dict[str, Any],
+        untouched: frozenset[str] = frozenset(),
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
         """Copy the values of a dict, except the ``untouched`` names; the dict becomes one of ``namespaces``."""
         recorded: dict[str, Any] = {}
-        self.namespaces.append(_Namespace(values, recorded, untouched))
+        self.namespaces.append(_Namespace(values, recorded, untouched, {} if parameters is None else parameters))
         for name, value in values.items():
             if name not in untouched:
                 recorded[name] = self.of(value)
@@ -186,6 +202,16 @@ class _Copies:
         for place in places:
             copied[place] = self.of(value[place])
         return copied
+
+
+def _weight_names(parameters: dict[str, Any]) -> frozenset[str]:
+    """The names under which a module may hold its weights: its parameters', and those of weights computed from them."""
+    names = set(parameters)  # FSDP1 sets whole weights as attributes under these names
+    for name in parameters:
+        if name.endswith("_orig"):
+            weight = name.removesuffix("_orig")
+            names.update(weight + ending for ending in _COMPUTED)
+    return frozenset(names)
 
 
 def _is_record(value: Any) -> bool:

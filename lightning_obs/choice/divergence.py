@@ -30,6 +30,7 @@ from typing import Any, TypeAlias
 import torch
 from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_obs.errors import CalibrationError
@@ -253,7 +254,7 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
             ):
                 for scheme, twin in twins.by_scheme.items():
                     # forward, not the call: the copy has the original's hooks
-                    difference: torch.Tensor = twin.forward(*args, **kwargs) - plain
+                    difference: torch.Tensor = twin.forward(*_inputs_of(twin, args), **kwargs) - plain
                     change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)
                     changes[scheme, name].append(change_of_logits)
             give_back_freed()
@@ -261,6 +262,13 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
         return tapped(output, change)
 
     return tap
+
+
+def _inputs_of(twin: nn.Module, args: Any) -> Any:
+    """The positional arguments for a twin: copies where it would change them in place, as backward needs them."""
+    if not getattr(twin, "inplace", False):
+        return args
+    return tree_map_only(torch.Tensor, torch.clone, args)
 
 
 def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:

@@ -441,7 +441,9 @@ def _group(
     sizes = dict.fromkeys(schemes, 0)
     number = 0
     for name in names:
-        weight: Any = modules[name].weight
+        weight: Any = getattr(modules[name], "weight", None)  # a ReLU whose output is quantized has none
+        if weight is None:
+            continue
         number += weight.numel()
         for scheme in sizes:
             twin = twins[name].by_scheme.get(scheme) if name in twins else None

@@ -158,6 +158,8 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
     if scale.requires_grad and base_name != "weight":  # their number is a factor of the scale's gradient
         observations = count_tokens(module, value)
     quantized = fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
+    if scale.requires_grad and base_name == "output":
+        quantized = quantized.clone()  # the gradient of the scale needs it, and a ReLU may change it in place
     if cache is not None:
         cache.weight = quantized
     return quantized

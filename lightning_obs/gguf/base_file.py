@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +155,9 @@ class BaseFile:
 
     # ------------------------------------------------------------------ bytes
 
-    def write(self, file: Path, types: Mapping[str, int], numbers: Mapping[str, int], data: Any) -> None:
+    def write(
+        self, file: Path, types: Mapping[str, int], numbers: Mapping[str, int], data: Callable[[str], bytes]
+    ) -> None:
         """Write a copy of this file with other data for some tensors, one tensor at a time.
 
         Names, order and shapes of the tensors stay, and the metadata byte for byte, except ``numbers``.

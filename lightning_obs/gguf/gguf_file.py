@@ -66,8 +66,8 @@ def export_gguf(
     The calibrated weights of a GGUF file of the same model in float are replaced: int4 is stored as Q4_0, with zero
     points as Q4_1, int5 as Q5_0 and Q5_1, int8 as Q8_0, MXFP4 as MXFP4, with the codes that were calibrated. GGUF
     stores scales in float16, which the scales of the schemes ``Q4_0`` to ``Q8_0`` are; others are rounded, with a
-    warning. Where there is a zero point, the number of the lowest code is stored, in float16: up to 0.4 % of a step
-    beside ``quantized()``. Needs the package of the extra ``gguf``.
+    warning. Where there is a zero point, the number of the lowest code is stored, in float16: up to 0.7 % of a step (5
+    bits: 1.5 %) beside ``quantized()``. Needs the package of the extra ``gguf``.
 
     Args:
         model: of transformers, calibrated in weights alone. It is not changed.

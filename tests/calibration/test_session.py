@@ -273,3 +273,16 @@ def test_the_result_says_which_tied_head_was_left_out():
 def test_a_session_takes_the_name_of_its_token_mask(token_mask):
     with pytest.raises(CalibrationError, match=r"token_mask. Got .*, expected the name of an argument of the model"):
         CalibrationSession(nn.Linear(4, 2), "FP8", token_mask=token_mask)
+
+
+def test_modules_that_keep_another_scheme_are_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with CalibrationSession(model, "W8A8", targets=["0"]):
+        pass
+    with CalibrationSession(model, "W8A8", targets=["1"]):  # the same scheme: module by module, on purpose
+        pass
+    expected = (
+        "^0: calibrated before with another scheme, and not targeted by FP8_DYNAMIC, so both are in the model now"
+    )
+    with pytest.warns(CalibrationWarning, match=expected), CalibrationSession(model, "FP8_DYNAMIC", targets=["1"]):
+        pass

@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from tests.app.test_cli import ON_RANKS
+from tests.support.gguf_base import write_base
 from tests.support.in_process import run_command_line
 from tests.support.markdown import ROOT, commands, page
 from tests.support.tiny_model import save_tiny_llama
@@ -39,6 +42,9 @@ def test_the_command_runs(command, tiny, text, tmp_path):
     assert words[:3] == ["python", "-m", "lightning_obs"]
     own = [word for word in words[3:] if not word.startswith("--")]
     flags = [word for word in words[3:] if word.startswith("--")]
+    if "export.base=model-f16.gguf" in own:  # of the same model; scales of GGUF are in float16
+        model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+        write_base(model, tmp_path / "model-f16.gguf", torch.float16)
     new_process = not own
     small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
     small += [] if "data.batches" in command else ["data.batches=1"]

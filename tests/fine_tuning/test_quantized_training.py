@@ -62,7 +62,7 @@ def test_a_learned_scale_gets_a_gradient_and_starts_at_the_calibrated_value(mlp)
 
 
 @pytest.mark.parametrize(
-    "scheme", ["W8A8", "INT8_STATIC", "FP8", "FP8_DYNAMIC", "W4A16", "W4A16_ASYM", "W4A8", "NVFP4", "MXFP4"]
+    "scheme", ["W8A8", "INT8_STATIC", "FP8", "FP8_DYNAMIC", "W4A16", "W4A16_ASYM", "W4A8", "Q4_0", "NVFP4", "MXFP4"]
 )
 def test_almost_every_weight_of_a_model_gets_a_gradient(scheme):
     x = torch.randn(2, 3, 128)

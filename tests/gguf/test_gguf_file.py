@@ -27,6 +27,7 @@ from lightning_obs.model.module_qparams import calibrated_modules
 from lightning_obs.model.stored import stored_weight
 from tests.support.gguf_base import default_base, tiny, write_base
 from tests.support.markdown import blocks, page
+from tests.support.versions import converted_weights
 
 
 def calibrate(model, scheme="Q4_0", **options):
@@ -130,6 +131,7 @@ def test_blocks_of_larger_groups_have_one_scale(tmp_path, weights):
         assert (error <= scale * 2.0**-11 * 16 * (not weights.get("symmetric", True))).all()
 
 
+@converted_weights
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_the_experts_of_a_layer_are_one_tensor(tmp_path, kind):
     model = tiny(kind)
@@ -292,6 +294,7 @@ def test_a_base_of_another_shape_is_refused(tmp_path, options, match):
         export_gguf(model, tmp_path / "model.gguf", base)
 
 
+@converted_weights
 @pytest.mark.filterwarnings("ignore:vLLM .* runs the experts of a layer in one scheme")
 def test_a_part_of_a_layers_experts_is_refused(tmp_path):
     model = tiny("qwen3_moe")

@@ -52,7 +52,9 @@ def test_files_of_its_converter_are_bases_of_every_architecture(tmp_path):
         expected = gguf_weights(model)
         of_base = read(base)
         for name, value in expected.items():  # the helper of the other tests writes what the converter does
-            torch.testing.assert_close(of_base[name], value.half().float() if value.ndim > 1 else value, atol=0, rtol=0)
+            if value.ndim > 1 and "gate_inp" not in name:
+                value = value.half().float()
+            torch.testing.assert_close(of_base[name], value, atol=0, rtol=0)
         is_mixture = "moe" in folder.name or folder.name == "mixtral"
         ignore = ["lm_head"]
         if is_mixture:

@@ -22,6 +22,7 @@ from lightning_obs import (
     load_checkpoint,
     measure_onnx,
     quantized,
+    sensitivity,
 )
 from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
@@ -216,7 +217,38 @@ class Classifier(L.LightningModule):
         self.log("val_loss", F.cross_entropy(self(images), labels))
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_sensitivities_are_the_same_where_a_relu_works_in_place():
+    batches = [torch.randn(4, 3, 12, 12) for _ in range(2)]
+    losses = []
+    for in_place in (True, False):
+        torch.manual_seed(0)
+        model = Residual().eval()
+        for module in model.modules():
+            if isinstance(module, nn.ReLU):
+                module.inplace = in_place
+        groups = sensitivity(model, batches, ["INT8_ONNX"]).groups
+        losses.append({group.names: group.losses["INT8_ONNX"] for group in groups})
+    assert losses[0] == losses[1]
+    assert losses[0]["blocks.0.relu2",] > 0
+
+
+def test_scales_of_outputs_are_learned_where_a_relu_works_in_place():
+    torch.manual_seed(0)
+    images, labels = torch.randn(16, 3, 12, 12), torch.randint(0, 4, (16,))
+    loader = DataLoader(TensorDataset(images, labels), batch_size=8)
+    module = Classifier()
+    callback = QuantizationAwareTraining("INT8_ONNX", train="scales")
+    trainer = L.Trainer(
+        max_epochs=2, callbacks=[callback], accelerator="cpu", logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader, loader)
+    assert callback.result is not None
+    observed = callback.result.qparams["net.blocks.0.norm2.output_scale"]
+    assert not torch.equal(module.net.blocks[0].norm2.output_scale, observed)
 
 
 @pytest.mark.parametrize("callback", [CalibrationCallback, QuantizationAwareTraining])

@@ -55,6 +55,7 @@ def net():
     [
         ("INT8_STATIC", INTEGERS),
         ("INT8_STATIC_ASYM", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}),
+        ("INT8_ONNX", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}),
     ],
 )
 def test_openvino_computes_with_integers_what_quantized_computes(scheme, products, tmp_path):

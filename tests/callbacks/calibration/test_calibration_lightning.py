@@ -71,11 +71,17 @@ def test_15862_7926_a_forward_with_several_inputs_and_keywords_is_calibrated(kin
     assert calibration.result.input_ranges["net.shared"] == (both.min().item(), both.max().item())
 
 
+@pytest.mark.parametrize("after_training", [True, False])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_11047_pruned_weights_are_calibrated_and_exported_as_zeros(order, tmp_path):
+def test_11047_pruned_weights_are_calibrated_and_exported_as_zeros(order, after_training, tmp_path):
     """pytorch-lightning #11047: the callback and ModelPruning could not run in one Trainer."""
     module, callback = Plain(), CalibrationCallback("INT8_STATIC", evaluate=True, show=False)
-    pruning = ModelPruning("l1_unstructured", parameters_to_prune=[(module.net[0], "weight")], amount=0.5)
+    pruning = ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(module.net[0], "weight")],
+        amount=0.5,
+        prune_on_train_epoch_end=after_training,
+    )
     callbacks = [callback, pruning] if order == "before" else [pruning, callback]
     trainer(*callbacks, max_epochs=2, num_sanity_val_steps=0).fit(module, loader(), loader(2))
     assert not prune.is_pruned(module)

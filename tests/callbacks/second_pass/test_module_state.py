@@ -1,7 +1,9 @@
 """What the second pass has of its own, and what both passes share."""
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import TensorDataset
 from torchmetrics import MeanMetric
 
@@ -107,3 +109,35 @@ def test_after_an_error_the_module_has_its_own_state():
     except RuntimeError:
         pass
     assert module.outputs == [1]
+
+
+def prune_half(layer):
+    prune.l1_unstructured(layer, "weight", amount=0.5)
+
+
+def end_pruning(layer):
+    prune.remove(layer, "weight")
+
+
+@pytest.mark.parametrize(
+    ("before", "since"),
+    [
+        ([], prune_half),
+        ([prune_half], prune_half),
+        ([prune_half], end_pruning),
+        ([], parametrizations.weight_norm),
+    ],
+)
+def test_a_weight_that_is_computed_since_is_computed_in_the_second_pass_too(before, since):
+    module = Holder()
+    for change in before:
+        change(module.net)
+    state = ModuleState(module)
+    since(module.net)
+    expected = module.net(torch.eye(2))
+    module.outputs.append(1)
+    with state.restored():
+        assert module.outputs == []
+        assert torch.equal(module.net(torch.eye(2)), expected)
+    assert module.outputs == [1]
+    assert torch.equal(module.net(torch.eye(2)), expected)
