@@ -32,7 +32,7 @@ def finish(model: Any, names: Collection[str]) -> None:
     """
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
-        _fold(model.graph, batch_norm)
+        _fold(model.graph, batch_norm, names)
     products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
     for product in products:
         _multiply_integers(model.graph, product)
@@ -47,11 +47,18 @@ def finish(model: Any, names: Collection[str]) -> None:
     ClearMetadataAndDocStringPass()(model)
 
 
-def _fold(graph: Any, batch_norm: Any) -> None:
+def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
     """Fold a batch norm into the quantized convolution before it. A batch norm behind anything else stays.
 
     A convolution ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
-    convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.
+    convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. In channels with
+    a negative factor codes and zero points change their signs, so that scales are positive, as TensorRT wants them; not
+    where the lowest code is among them, which has no counterpart.
+
+    Args:
+        graph: changed in place.
+        batch_norm: its node.
+        names: of the initializers whose integers fit into 4 bits.
     """
     conv = batch_norm.inputs[0].producer()
     weight = _quantized_weight_of(conv)
@@ -64,7 +71,15 @@ def _fold(graph: Any, batch_norm: Any) -> None:
     factor = gamma / np.sqrt(variance + epsilon)
     # One scale for the whole weight becomes one scale per channel, and so does its zero point.
     zero_points = np.broadcast_to(weight.inputs[2].const_value.numpy(), factor.shape)
-    weight.replace_input_with(1, _constant(graph, f"{batch_norm.name}_scale", factor * scale, np.float32))
+    stored_codes = weight.inputs[0]
+    codes = stored_codes.const_value.numpy()
+    sign = _signs(factor, codes, zero_points, lowest=-8 if stored_codes.name in names else -128)
+    if (sign < 0).any():
+        codes = np.ascontiguousarray(codes * sign.reshape(-1, *[1] * (codes.ndim - 1)), dtype=np.int8)
+        stored_codes.const_value = ir.tensor(codes, name=stored_codes.name)
+    zero_points = zero_points * sign
+    scale = sign * factor * scale
+    weight.replace_input_with(1, _constant(graph, f"{batch_norm.name}_scale", scale, np.float32))
     weight.replace_input_with(2, _constant(graph, f"{batch_norm.name}_zero", zero_points, np.int8))
     weight.attributes["axis"] = ir.AttrInt64("axis", 0)
     folded_bias = factor * (bias - mean) + beta
@@ -72,6 +87,19 @@ def _fold(graph: Any, batch_norm: Any) -> None:
     conv.replace_input_with(2, _constant(graph, f"{batch_norm.name}_bias", folded_bias, np.float32))
     batch_norm.outputs[0].replace_all_uses_with(conv.outputs[0], replace_graph_outputs=True)
     graph.remove(batch_norm, safe=True)
+
+
+def _signs(factor: Any, codes: Any, zero_points: Any, lowest: int) -> Any:
+    """For each output channel, -1 where codes and zero point are to change their signs, else 1.
+
+    Args:
+        factor: ``(channels,)``, of a batch norm.
+        codes: of the weight, channels first.
+        zero_points: ``(channels,)``.
+        lowest: the lowest code.
+    """
+    has_lowest = (codes.reshape(len(codes), -1) == lowest).any(1) | (zero_points == lowest)
+    return np.where((factor < 0) & ~has_lowest, -1, 1)
 
 
 def _quantized_weight_of(conv: Any) -> Any:
@@ -97,9 +125,9 @@ def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
     Args:
         batch_norm: the only node that may read the convolution's output.
         conv: the only node that may read the weight.
-        weight: the DequantizeLinear node that makes the weight.
+        weight: the DequantizeLinear node that makes the weight, and the only reader of its codes.
     """
-    for value in (batch_norm.inputs[0], weight.outputs[0]):
+    for value in (batch_norm.inputs[0], weight.outputs[0], weight.inputs[0]):
         if len(value.uses()) != 1:
             return False
     parameters = [*batch_norm.inputs[1:], *weight.inputs, *conv.inputs[2:3]]

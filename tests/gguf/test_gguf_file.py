@@ -23,7 +23,7 @@ from lightning_obs import (
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.forward.quantized_tensors import quantized_weight
 from lightning_obs.gguf.base_file import BaseFile
-from lightning_obs.model.module_qparams import calibrated_modules
+from lightning_obs.model.module_qparams import calibrated_modules, clear_qparams
 from lightning_obs.model.stored import stored_weight
 from tests.support.gguf_base import default_base, tiny, write_base
 from tests.support.markdown import blocks, page
@@ -182,7 +182,9 @@ def test_a_file_that_was_written_is_a_base_for_the_rest_of_the_model(tmp_path):
     model, _, first = written(tmp_path, targets=["re:.*layers.0.*_proj"])
     with torch.no_grad():
         for name, weight in weights_of(model).items():
-            model.get_submodule(name).weight.copy_(weight)
+            module = model.get_submodule(name)
+            module.weight.copy_(weight)
+            clear_qparams(module)
     calibrate(model, "Q8_0", targets=["re:.*layers.1.*_proj"])
     second = export_gguf(model, tmp_path / "second.gguf", first)
     types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(second).tensors}

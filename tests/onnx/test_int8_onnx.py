@@ -130,14 +130,32 @@ def test_functions_leave_the_output_of_the_module_before_them_quantized():
 
 
 def test_the_same_scheme_without_zero_points_is_tensorrts(tmp_path):
-    model, _ = calibrated(Residual(), "INT8_TENSORRT")
-    export_onnx(model, tmp_path / "model.onnx", torch.randn(1, 3, 12, 12), signed=True)
-    tensors = {tensor.name: tensor for tensor in onnx.load(tmp_path / "model.onnx").graph.initializer}
-    zeros = [onnx.numpy_helper.to_array(tensor) for name, tensor in tensors.items() if name.endswith("_zero")]
-    assert zeros
-    for zero in zeros:
-        assert zero.dtype == "int8"
-        assert not zero.any()
+    """Signed integers, zero points of 0, positive scales, also where a batch norm turns signs around.
+
+    A scale is negative only where the code -128, which has no counterpart, would change its sign.
+    """
+    model = Residual()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, -1.5, 1.5)
+    model, _ = calibrated(model, "INT8_TENSORRT")
+    x = torch.randn(1, 3, 12, 12)
+    graph = onnx.load(export_onnx(model, tmp_path / "model.onnx", x, signed=True)).graph
+    stored = {tensor.name: onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer}
+    quantizing = [node for node in graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert len(quantizing) == 2 * 14 + 6  # activations, weights
+    for node in quantizing:
+        codes, scale, zero_point = (stored.get(name) for name in node.input)
+        assert zero_point.dtype == "int8"
+        assert not zero_point.any()
+        if codes is None:
+            assert scale > 0
+        else:
+            has_lowest = (codes.reshape(len(codes), -1) == -128).any(1)
+            assert ((scale > 0) | has_lowest).all()
+    output, _ = run(tmp_path / "model.onnx", x)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.head.output_scale))
 
 
 def test_a_model_without_followers_needs_none():
