@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import config
 
 from lightning_obs import CalibrationSession, export_program, quantized
 
@@ -41,12 +42,12 @@ def test_unsigned_activations_are_the_same_numbers(tmp_path):
 
 
 @torch.no_grad()
-def test_inductor_multiplies_the_integers_of_every_product(tmp_path, monkeypatch):
+def test_inductor_multiplies_the_integers_of_every_product(tmp_path):
     loaded, x, expected, step = program(tmp_path, "inductor")
-    monkeypatch.setattr("torch._inductor.config.freezing", True)
     counters.clear()
     compiled = torch.compile(loaded.module())
-    outputs = compiled(x)
+    with config.patch(freezing=True):  # after monkeypatch the option would be gone, for all later tests
+        outputs = compiled(x)
     assert counters["inductor"]["qconv_weight_prepack_matcher_count"] == 1
     assert counters["inductor"]["qlinear_weight_prepack_matcher_count"] == 1
     assert (outputs - expected).abs().max() < 1.01 * step  # beside a rounding boundary, to the next level
