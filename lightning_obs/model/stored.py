@@ -12,8 +12,9 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationType
 from torch import nn
 
+from lightning_obs.model.kinds import from_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, read_qparams
-from lightning_obs.model.weight import whole_matrix
+from lightning_obs.model.weight import whole_matrix, whole_shape
 from lightning_obs.numerics.fake_quantize import dequantize, quantize
 
 
@@ -83,3 +84,12 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
         matrix = whole_matrix(module)
     assert matrix is not None  # a plan has no weight without a matrix
     return StoredWeight(quantize(matrix, scale, zero_point, args, global_scale=global_scale), weight_range)
+
+
+def stored_codes(module: nn.Module) -> torch.Tensor:
+    """The codes of a calibrated weight in the shape that the module has it in; called by writers of traced graphs."""
+    stored = stored_weight(module)
+    shape = whole_shape(module)
+    assert stored is not None  # the scheme quantizes the weight
+    assert shape is not None
+    return from_matrix(module, stored.codes, shape).contiguous()

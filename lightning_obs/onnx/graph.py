@@ -198,7 +198,7 @@ def _quantize_pool(graph: Any, pool: Any) -> None:
 def _keep_sum_apart(layer_norm: Any) -> None:
     """Write the Add before a layer norm as a Sum, which is the same.
 
-    onnxruntime (1.30) makes an Add and a LayerNormalization one operation, which takes four times as long as the two.
+    onnxruntime (1.30) makes an Add and a LayerNormalization one operation, which takes longer than the two.
     """
     add = layer_norm.inputs[0].producer()
     if add is not None and add.op_type == "Add":

@@ -36,9 +36,9 @@ from lightning_obs.forward.tracing import (
     require_traceable,
     written_by,
 )
-from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import args_of, calibrated_modules, get_scheme
-from lightning_obs.model.stored import StoredRange, stored_range, stored_weight
+from lightning_obs.model.stored import StoredRange, stored_codes, stored_range
 from lightning_obs.model.weight import whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.packages import import_package, require_release
@@ -189,7 +189,7 @@ class _QdqWriter:
             zero_point = stored.zero_point
             if base == "weight":
                 self.attributes[base] = self._weight_attributes(stored.args)
-                self.buffers["weight_codes"] = self._weight_codes()
+                self.buffers["weight_codes"] = stored_codes(module)
             else:
                 self.attributes[base] = {}
                 if not (stored.args.symmetric and signed):
@@ -203,14 +203,6 @@ class _QdqWriter:
         if args.strategy == QuantizationStrategy.GROUP:
             return {"axis": 1, "block_size": int(args.group_size or 1)}
         return {"axis": kind_of(self.module).rows}
-
-    def _weight_codes(self) -> torch.Tensor:
-        """The weight's integers as int8, in the shape of the weight."""
-        stored = stored_weight(self.module)
-        shape = whole_shape(self.module)
-        assert stored is not None
-        assert shape is not None
-        return from_matrix(self.module, stored.codes, shape).contiguous()
 
     def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:
         """Add the nodes for one tensor of the module to the graph, and return their output.

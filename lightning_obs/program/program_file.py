@@ -35,10 +35,9 @@ from lightning_obs.forward.tracing import (
     require_traceable,
     written_by,
 )
-from lightning_obs.model.kinds import from_matrix, kind_of
+from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import get_scheme
-from lightning_obs.model.stored import stored_range, stored_weight
-from lightning_obs.model.weight import whole_shape
+from lightning_obs.model.stored import stored_codes, stored_range
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.program.graph import finish
 from lightning_obs.program.xnnpack import write_for_xnnpack
@@ -190,21 +189,13 @@ class _DecomposedWriter:
             else:
                 self._add_scales(stored.scale, stored.zero_point, args)
             if base_name == "weight":
-                self.buffers["weight_codes"] = self._weight_codes()
+                self.buffers["weight_codes"] = stored_codes(module)
 
     def _add_scales(self, scale: torch.Tensor, zero_point: torch.Tensor, args: QuantizationArgs) -> None:
         """Add the scales and zero points of a weight as buffers: a matrix per group, a vector per channel."""
         shape = tuple(scale.shape) if args.strategy == QuantizationStrategy.GROUP else (-1,)
         self.buffers["weight_step"] = scale.float().reshape(shape)
         self.buffers["weight_zero"] = zero_point.long().reshape(shape)
-
-    def _weight_codes(self) -> torch.Tensor:
-        """The weight's integers as int8, in the shape of the weight."""
-        stored = stored_weight(self.module)
-        shape = whole_shape(self.module)
-        assert stored is not None
-        assert shape is not None
-        return from_matrix(self.module, stored.codes, shape).contiguous()
 
     def __call__(self, value: torch.Tensor, base_name: str) -> torch.Tensor:
         """Add the operations for one tensor of the module to the graph, and return the dequantized tensor.
