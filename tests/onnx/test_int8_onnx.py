@@ -404,6 +404,27 @@ def test_an_input_that_is_a_quantized_output_keeps_its_range(tmp_path):
         torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.second.output_scale))
 
 
+def test_a_sum_that_reads_a_pool_is_computed_with_integers(tmp_path):
+    class PooledSum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Sequential(convolution(3), nn.ReLU(), nn.MaxPool2d(2))
+            self.second = convolution(16)
+            self.last = nn.ReLU()
+
+        def forward(self, image):
+            x = self.first(image)
+            return self.last(self.second(x) + x)
+
+    model, _ = calibrated(PooledSum())
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["QLinearAdd"], operations["Add"]) == (2, 1, 0)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.last.output_scale))
+
+
 def test_an_input_that_reads_other_tensors_too_has_a_range_of_its_own():
     model, session = calibrated(Pooled(twice=True))
     assert session.observation.calls.readers.sources["second"] is None
