@@ -6,6 +6,7 @@ waiting, and all raise alike (:class:`.Stretch`).
 
 Scales of a large model take gigabytes in all. So each module's qparams are stored as soon as they are computed, written
 in place of the stored ones, and checked without a copy.
+A weight may be whole on each rank, sharded, or offloaded: :class:`WeightSearch` lets the rank that owns it observe it.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.observation import Observation
-from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
-from lightning_obs.calibration.weight_search import WeightSearch
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
+from lightning_obs.files.tensors import Progress, Tally
 from lightning_obs.model.checksums import remember
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
-from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import reshard
+from lightning_obs.model.offload import at_rest, is_offloaded
+from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
 from lightning_obs.observers.statistic import input_statistics
-from lightning_obs.ranks.collectives import Stretch
-from lightning_obs.ranks.sync import Synced, sync_statistics
+from lightning_obs.ranks.collectives import Collectives, Stretch
+from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
 from lightning_obs.schemes.left_in_float import shares_in_float
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
@@ -486,3 +487,96 @@ def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[
             earlier = totals.get(name, [0] * len(counts))
             totals[name] = [total + count for total, count in zip(earlier, counts, strict=True)]
     return totals
+
+
+# ---------------------------------------------------------------------- the search of weights
+
+
+class WeightSearch:
+    """Weights to search, shared out over ranks.
+
+    Args:
+        modules: the module of each weight.
+        observers: the observer of each weight.
+        collectives: of this rank.
+        progress: called after each weight that this rank has searched.
+
+    Attributes:
+        modules: as given.
+        sizes: the number of elements of each weight.
+
+    Raises:
+        CalibrationError: a weight is on the meta device, or sharded over ranks that ``collectives`` does not reach.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[Key, nn.Module],
+        observers: Mapping[Key, Observer],
+        collectives: Collectives,
+        progress: Progress | None = None,
+    ) -> None:
+        self.modules = modules
+        self.sizes: dict[Key, int] = {}
+        self._observers = observers
+        self._collectives = collectives
+        self._progress = progress
+        self._sharded: ShardedWeights | None = None
+        refuse(
+            [name for (name, _), module in modules.items() if _is_on_meta(module)],
+            "the weight is not materialized (meta device)",
+            remedy="load it first.",
+        )
+        is_sharded = False
+        for key, module in modules.items():
+            place = place_of(module)
+            self.sizes[key] = place.shape.numel()
+            is_sharded = is_sharded or bool(place.groups)
+        if is_sharded:
+            self._sharded = ShardedWeights(modules, observers, collectives)
+
+    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
+        """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
+
+        Arguments and result are those of :meth:`.ShardedWeights.observe`, whether weights are sharded or not.
+        """
+        if self._progress is not None:
+            observe = self._reporting(observe, keys, owners, self._progress)
+        if self._sharded is not None:
+            return self._sharded.observe(keys, owners, observe, stretch)
+
+        def search(key: Key) -> None:
+            module = self.modules[key]
+            with onloaded(module):
+                matrix = whole_matrix(module)
+                assert matrix is not None  # a plan has no weight without a matrix
+                observe(key, self._observers[key], matrix)
+
+        observers = {key: self._observers[key] for key in keys}
+        shared = share_weights(observers, owners, search, self._collectives, stretch.failure)
+        if shared.failure is not None:
+            stretch.keep(shared.failure)
+        return shared.collectives
+
+    def _reporting(
+        self, observe: Observe, keys: Collection[Key], owners: Mapping[Key, int], progress: Progress
+    ) -> Observe:
+        """``observe``, followed by a call of ``progress`` with the bytes that this rank has observed so far."""
+        total = 0
+        for key in keys:
+            if owners.get(key) == self._collectives.rank:
+                weight: Any = self.modules[key].weight
+                total += self.sizes[key] * weight.itemsize
+        tally = Tally(total, progress)
+
+        def observe_and_report(key: Key, observer: Observer, weight: torch.Tensor) -> None:
+            observe(key, observer, weight)
+            name, _ = key
+            tally.add(name if self._collectives.size == 1 else f"{name} (this rank's share)", weight.nbytes)
+
+        return observe_and_report
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    weight: Any = module.weight
+    return bool(weight.is_meta) and not is_offloaded(module)

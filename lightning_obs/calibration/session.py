@@ -19,9 +19,8 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn

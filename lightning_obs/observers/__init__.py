@@ -1,8 +1,7 @@
 """Observers by name: one file per family, over the pure functions of ``numerics``.
 
 A plan names an observer for each tensor that a scheme quantizes. The hooks of a calibration (``calibration/hooks.py``)
-give it activations, the search of weights (``calibration/weight_search.py``) a weight; ``calibration/finalize.py`` asks
-it for the quantization parameters.
+give it activations. ``calibration/finalize.py`` lets it observe a weight, and asks it for the quantization parameters.
 
 Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``registry.py``
 finds classes by name. ``shared_measurements.py`` and ``segments.py`` are about several observers at once;

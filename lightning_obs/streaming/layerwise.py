@@ -20,8 +20,8 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.finalize import result_of
+from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import refuse, require_choice

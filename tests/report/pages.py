@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
+from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.numerics.histogram import support_of
 from lightning_obs.report.facts import Report, ScaleDrift
 from lightning_obs.report.layer_errors import LayerError

@@ -1,7 +1,7 @@
 """A run of made-up numbers that lost too much."""
 
 from lightning_obs import CalibrationOptions
-from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.report.facts import LayerFacts, Report
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.metrics import TensorError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession
-from lightning_obs.calibration.result import CalibrationResult
+from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 from lightning_obs.report.metrics import TensorError
