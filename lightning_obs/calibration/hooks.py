@@ -34,7 +34,7 @@ from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.observers import Observer
-from lightning_obs.observers.shared_measurements import observe_inputs_shared, observe_shared
+from lightning_obs.observers.observer import observe_inputs_shared, observe_shared
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 

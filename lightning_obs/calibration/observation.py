@@ -3,8 +3,8 @@
 The record has the modules of a plan, their observers, and what the observers were given.
 
 A session makes the record and owns it. Hooks fill it, :func:`.finalize` reads it; both take the record, not the
-session. Nobody outside ``calibration/`` writes to it. The result describes the finished calibration to a person and to a
-report.
+session. Nobody outside ``calibration/`` writes to it. The result describes the finished calibration, for
+people and reports.
 """
 
 from __future__ import annotations

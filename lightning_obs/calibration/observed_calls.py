@@ -13,7 +13,7 @@ import torch
 from compressed_tensors.utils.helpers import patch_attr
 
 from lightning_obs.calibration.output_readers import OutputReaders
-from lightning_obs.observers.shared_measurements import ReadCache
+from lightning_obs.observers.observer import ReadCache
 
 
 @dataclass

@@ -3,10 +3,9 @@
 A plan names an observer for each tensor that a scheme quantizes. The hooks of a calibration (``calibration/hooks.py``)
 give it activations. ``calibration/finalize.py`` lets it observe a weight, and asks it for the quantization parameters.
 
-Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``registry.py``
-finds classes by name. ``shared_measurements.py`` and ``segments.py`` are about several observers at once;
-``search_options.py`` has the hyperparameters of a search, which four families use. Importing this package registers the
-built-in observers.
+Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``segments.py`` has
+the experts' tokens, which one call observes together; ``search_options.py`` has the hyperparameters of a search, which
+four families use. Importing this package registers the built-in observers.
 """
 
 from lightning_obs.observers.counting import HistogramObserver, PercentileObserver

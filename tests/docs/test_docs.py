@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession
 from lightning_obs.numerics import flatten_for_calibration
 from lightning_obs.observers import Observer
-from lightning_obs.observers.shared_measurements import observe_shared
+from lightning_obs.observers.observer import observe_shared
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.in_process import run_command_line
 from tests.support.markdown import blocks, commands, page

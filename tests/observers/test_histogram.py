@@ -13,7 +13,7 @@ from lightning_obs import CalibrationSession
 from lightning_obs.errors import CalibrationError
 from lightning_obs.observers import Observer
 from lightning_obs.observers.counting import HistogramObserver
-from lightning_obs.observers.shared_measurements import observe_shared
+from lightning_obs.observers.observer import observe_shared
 from tests.observers.contract import range_of, two_tensors
 from tests.observers.histograms import HEADS, WAYS, every_format, every_way, make, same
 

@@ -13,7 +13,7 @@ from lightning_obs.numerics.qparams import flatten_for_calibration, observed_ran
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers import MovingAverageMSEObserver, Observer
-from lightning_obs.observers.shared_measurements import observe_shared
+from lightning_obs.observers.observer import observe_shared
 from tests.observers.contract import range_of, two_tensors
 
 INT8 = QuantizationArgs(num_bits=8)

@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.observers.shared_measurements import observe_shared
+from lightning_obs.observers.observer import observe_shared
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
 from tests.observers.contract import BUILT_IN, INT8, MEMORYLESS, Largest, make

@@ -11,7 +11,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import distributed as dist
 
 from lightning_obs.observers import Observer
-from lightning_obs.observers.shared_measurements import observe_shared
+from lightning_obs.observers.observer import observe_shared
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
 from tests.ranks.common import INT8, batches, counting, make, statistics
