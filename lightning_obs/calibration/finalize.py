@@ -35,8 +35,7 @@ from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zer
 from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
-from lightning_obs.schemes.left_in_float import shares_in_float
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes, shares_in_float
 
 #: fields of args in which two tensors must agree so that one can have the qparams of the other
 _FORMAT = {"type", "num_bits", "symmetric", "strategy", "dynamic"}

@@ -37,8 +37,7 @@ from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import make_observer
-from lightning_obs.schemes.left_in_float import shares_text
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs, shares_text
 
 #: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
 #: the input's smallest and largest value, for the report

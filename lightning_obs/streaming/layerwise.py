@@ -33,7 +33,7 @@ from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
-from lightning_obs.schemes.left_in_float import shares_in_float
+from lightning_obs.schemes.planned_modules import shares_in_float
 from lightning_obs.streaming.blocks import BlockRunner, find_blocks
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.streaming.parts import calibrated
