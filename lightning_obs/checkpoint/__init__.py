@@ -1,5 +1,5 @@
 """A calibrated model as a compressed-tensors checkpoint, and back into a plain module.
 
 It may import ``calibration`` and all below. Start reading in ``export.py``, then ``entries.py`` (which tensors are
-stored, under which names) and ``compress.py`` (how one weight is stored); ``load.py`` is the way back.
+stored, under which names, and how one weight is compressed); ``load.py`` is the way back.
 """

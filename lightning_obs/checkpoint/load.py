@@ -16,8 +16,7 @@ from compressed_tensors.quantization import QuantizationConfig, QuantizationSche
 from compressed_tensors.utils.match import match_named_modules, match_targets
 from torch import nn
 
-from lightning_obs.checkpoint.compress import Tensors, compressed_layout, compressor_of
-from lightning_obs.checkpoint.entries import meta_qparams
+from lightning_obs.checkpoint.entries import Tensors, compressed_layout, compressor_of, meta_qparams
 from lightning_obs.checkpoint.names_in_folder import hint_of_names, module_around, prefix_in_folder
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json

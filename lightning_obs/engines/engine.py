@@ -116,7 +116,7 @@ class Engine:
 
     An engine that takes schemes by a table is a :class:`~lightning_obs.engines.families.FamilyEngine`.
     :func:`ask_engines` calls ``check`` and ``remarks``; ``check`` calls ``takes`` for each module. ``config_names`` and
-    ``matches_class`` are called while a checkpoint's config is written (``checkpoint/quantization_config.py``).
+    ``matches_class`` are called while a checkpoint's config is written (``checkpoint/export.py``).
     """
 
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict

@@ -51,7 +51,7 @@ def fake_quantize(
     """Quantize and dequantize with given parameters, so that gradients pass.
 
     The quantized forward (``forward/quantized_tensors.py``) calls it in each call of a module for its weight, inputs
-    and outputs with calibrated scales; export (``checkpoint/compress.py``) for weights on an accelerator.
+    and outputs with calibrated scales; export (``checkpoint/entries.py``) for weights on an accelerator.
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
@@ -357,7 +357,7 @@ def quantize(
 ) -> torch.Tensor:
     """The numbers of a format nearest to a weight ``(R, C)``: int8, float8, or the four bits of E2M1 in int8.
 
-    Called by export (``checkpoint/compress.py``) for a weight whose codes it packs itself, and by
+    Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, and by
     ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
     """
     grid = NumberGrid.of(args)

@@ -23,7 +23,7 @@ from torch import nn
 from lightning_obs.calibration.observation import Observation, fused_sets_by_module
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.checkpoint.entries import StoredTensors, meta_qparams, module_entries
-from lightning_obs.checkpoint.quantization_config import write_quantization_config
+from lightning_obs.checkpoint.export import write_quantization_config
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.model.module_qparams import write_qparams

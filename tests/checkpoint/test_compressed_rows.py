@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.checkpoint.compress import compressor_of
-from lightning_obs.checkpoint.entries import module_entries
+from lightning_obs.checkpoint.entries import compressor_of, module_entries
 from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import preset_names
@@ -125,7 +124,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(what, me
 def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_whole(scheme, tmp_path, monkeypatch):
     model, written = calibrated(Layers().bfloat16(), scheme, torch.bfloat16), []
     for at_once in (1 << 20, 3 * WIDTH, 130 * WIDTH):
-        monkeypatch.setattr("lightning_obs.checkpoint.compress._ELEMENTS_AT_ONCE", at_once)
+        monkeypatch.setattr("lightning_obs.checkpoint.entries._ELEMENTS_AT_ONCE", at_once)
         folder = export_checkpoint(model, tmp_path / str(at_once))
         written.append((folder / "model.safetensors").read_bytes())
     assert written[0] == written[1] == written[2]
