@@ -24,8 +24,7 @@ from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
 from lightning_obs.files.tensors import Progress, Tally
-from lightning_obs.model.checksums import remember
-from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, write_qparams
+from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, remember, write_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_positive, to_host

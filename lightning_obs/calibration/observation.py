@@ -24,11 +24,10 @@ from lightning_obs.engines import Verdict
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines
 from lightning_obs.errors import CalibrationError, name_list, printable
 from lightning_obs.files.tensors import Progress
-from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.kinds import is_transformers_model, without_wrappers
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import matrix_shape
-from lightning_obs.model.wrappers import without_wrappers
 from lightning_obs.moe.experts import LinearExperts, expert_containers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver

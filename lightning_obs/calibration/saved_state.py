@@ -15,9 +15,9 @@ from torch import nn
 from lightning_obs.calibration.finalize import write_all
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.sealed import require_whole, sealed
+from lightning_obs.model.kinds import without_adapters, without_wrappers
 from lightning_obs.model.module_qparams import CHECKSUMS
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import declared_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch

@@ -25,7 +25,7 @@ from lightning_obs.calibration.saved_state import by_module, dump_state, load_st
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
-from lightning_obs.model.checksums import remember
+from lightning_obs.model.kinds import unwrapped, without_adapters, without_wrappers
 from lightning_obs.model.module_qparams import (
     CHECKSUMS,
     Calibration,
@@ -35,10 +35,10 @@ from lightning_obs.model.module_qparams import (
     put_back,
     qparams_of,
     read_qparams,
+    remember,
     write_qparams,
 )
 from lightning_obs.model.weight import register_surroundings
-from lightning_obs.model.wrappers import unwrapped, without_adapters, without_wrappers
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.planned_modules import Plan, scheme_identity

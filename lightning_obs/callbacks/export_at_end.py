@@ -18,7 +18,7 @@ from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.write import require_free
-from lightning_obs.model.checksums import refuse_unmerged
+from lightning_obs.model.module_qparams import refuse_unmerged
 from lightning_obs.model.weight import in_shards
 from lightning_obs.ranks.collectives import on_all_ranks
 

@@ -29,8 +29,8 @@ from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from torch import nn
 from torch.utils.data import Dataset
 
+from lightning_obs.model.kinds import inside
 from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
-from lightning_obs.model.wrappers import inside
 
 #: attributes that stay as they are: the tables of ``nn.Module`` itself, results of the calibration in between, and the
 #: submodule that computes weights

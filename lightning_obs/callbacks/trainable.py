@@ -9,9 +9,9 @@ from torch import nn
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
+from lightning_obs.model.kinds import drops_inputs
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import adapters_of
-from lightning_obs.model.wrappers import drops_inputs
 from lightning_obs.schemes.config import has_rounding
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from torchmetrics import Metric
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError, likely, name_list
-from lightning_obs.model.kinds import is_transformers_model
-from lightning_obs.model.wrappers import inside_adapted, unwrapped, without_wrappers
+from lightning_obs.model.kinds import inside_adapted, is_transformers_model, unwrapped, without_wrappers
 from lightning_obs.schemes.planned_modules import shares_in_float, shares_text
 
 #: names of layers that a message lists

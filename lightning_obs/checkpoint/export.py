@@ -35,12 +35,24 @@ from lightning_obs.engines.engine import ENGINES, Engine
 from lightning_obs.errors import refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
-from lightning_obs.model.checksums import require_ready
-from lightning_obs.model.kinds import holds_parameters, is_transformers_model
-from lightning_obs.model.module_qparams import ROUNDED, calibrated_modules, get_scheme, quantized_states, read_qparams
+from lightning_obs.model.kinds import (
+    holds_parameters,
+    is_transformers_model,
+    register_adapters,
+    unwrapped,
+    without_adapters,
+    without_wrappers,
+)
+from lightning_obs.model.module_qparams import (
+    ROUNDED,
+    calibrated_modules,
+    get_scheme,
+    quantized_states,
+    read_qparams,
+    require_ready,
+)
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import in_shards, model_bytes, register_shards
-from lightning_obs.model.wrappers import register_adapters, unwrapped, without_adapters, without_wrappers
 from lightning_obs.moe.experts import routers
 from lightning_obs.numerics.many_tensors import to_host
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks

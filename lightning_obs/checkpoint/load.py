@@ -25,12 +25,10 @@ from lightning_obs.files.write import clean_up_after_killed_writers, refuse_dama
 from lightning_obs.forward.fused_layers import unfuse_for_good
 from lightning_obs.forward.linear_attention import linearize_stored
 from lightning_obs.forward.quantized_forward import quantize_for_good
-from lightning_obs.model.checksums import remember
-from lightning_obs.model.kinds import from_matrix
-from lightning_obs.model.module_qparams import write_qparams
+from lightning_obs.model.kinds import from_matrix, unwrapped
+from lightning_obs.model.module_qparams import remember, write_qparams
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import identities, place_of
-from lightning_obs.model.wrappers import unwrapped
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 

@@ -29,8 +29,7 @@ from lightning_obs.fine_tuning.learned_scales import LearnedScales
 from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch, has_range
-from lightning_obs.model.checksums import changed_since
-from lightning_obs.model.module_qparams import get_scheme
+from lightning_obs.model.module_qparams import changed_since, get_scheme
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import lacks_inputs
 

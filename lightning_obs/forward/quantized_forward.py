@@ -39,9 +39,14 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
 )
 from lightning_obs.forward.shared_blocks import run_eagerly
-from lightning_obs.model.checksums import not_ready
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
-from lightning_obs.model.module_qparams import calibrated_modules, move_qparams, quantized_states, read_qparams
+from lightning_obs.model.module_qparams import (
+    calibrated_modules,
+    move_qparams,
+    not_ready,
+    quantized_states,
+    read_qparams,
+)
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale

@@ -21,9 +21,8 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.model.checksums import require_ready
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states
+from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import in_shards, whole_shape
 from lightning_obs.numerics.qparams import scheme_args

@@ -24,8 +24,7 @@ from lightning_obs.errors import CalibrationError, refuse, require_bool, warn
 from lightning_obs.files.write import whole_file
 from lightning_obs.gguf.base_file import BaseFile
 from lightning_obs.gguf.block_formats import BLOCK, FORMATS, BlockFormat, InFloat16, format_for, to_blocks
-from lightning_obs.model.checksums import require_ready
-from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states
+from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.stored import stored_range, stored_weight
 from lightning_obs.model.weight import in_shards, matrix_shape, whole_matrix

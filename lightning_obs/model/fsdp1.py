@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.fsdp import FlatParameter, FullyShardedDataParallel, ShardingStrategy
 
 from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.kinds import inside
 from lightning_obs.model.mark import make_mark, mark_of
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.place import Place
-from lightning_obs.model.wrappers import inside
 
 
 @at_rest()

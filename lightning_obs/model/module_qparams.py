@@ -1,17 +1,33 @@
-"""Quantization parameters on modules: write, read, remove.
+"""Quantization parameters on modules: write, read, remove; and checksums of the tensors that they belong to.
 
 The parameters are plain tensor attributes under compressed-tensors' names (``weight_scale``, ``input_zero_point``,
 ``weight_global_scale``), beside its ``quantization_scheme`` and ``quantization_status``. They are neither parameters
-nor buffers, on purpose: ``state_dict`` and strict loading, DDP's buffer broadcast, FSDP's sharding, the zip of
-weight averaging and ``model.to(torch.bfloat16)`` (which would round global scales) never see them. compressed-tensors'
-forward reads them by ``getattr``, so it does not mind.
+nor buffers, on purpose: ``state_dict`` and strict loading, DDP's buffer broadcast, FSDP's sharding, the zip of weight
+averaging and ``model.to(torch.bfloat16)`` (which would round global scales) never see them. compressed-tensors' forward
+reads them by ``getattr``, so it does not mind.
 
 The forward of the model does not change until :func:`~lightning_obs.quantized` is entered.
+
+Checksums tell whether a model is as it was calibrated. A module keeps the checksums of its own parameters and buffers:
+they survive renaming and wrapping of modules around it. Where parameters are sharded, every rank must call the
+functions of checksums.
+
+A tensor's bytes are words of 32 bits, in tiles of 2**17. With pseudorandom odd multipliers of 64 bits, ``a`` for each
+tile and ``b`` for each place in a tile, the checksum is ``sum a * b * word`` modulo 2**64. A sum needs no order of its
+terms: the checksums of the parts that ranks hold add up to the checksum of the whole, under any sharding, and every
+device computes the same one.
+
+Why it is sound. The difference of two words is below 2**32, so ``b`` times it takes a given value modulo 2**64 for at
+most 2**-32 of all multipliers. Two different tensors therefore have one checksum by chance only: multipliers do not
+depend on weights. Each position has its own, so swapped rows are noticed. (With words of 64 bits, two changes of the
+highest bit would cancel, since every multiplier is odd.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+import functools
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -26,12 +42,25 @@ from compressed_tensors.quantization import (
     QuantizationType,
     is_cached_attention_module,
 )
+from torch import distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
-from lightning_obs.model.kinds import is_dispatched, kind_of
-from lightning_obs.model.offload import at_rest, execution_device
-from lightning_obs.model.wrappers import without_wrappers
+from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.model.kinds import is_dispatched, kind_of, without_wrappers
+from lightning_obs.model.offload import at_rest, execution_device, is_offloaded
+from lightning_obs.model.weight import (
+    adapters_of,
+    by_unit,
+    identity,
+    onloaded,
+    part_here,
+    place_of,
+    register_surroundings,
+    reshard,
+)
 from lightning_obs.numerics.qparams import ATTENTION, SCHEME_FIELDS, scheme_args
+from lightning_obs.ranks.collectives import all_ranks_answer
 
 #: the attribute of a module that holds the checksums of its own parameters and buffers, by name. A plain dict: copies
 #: and pickles of a calibrated module have it, too, and need nothing of this package for it
@@ -262,3 +291,219 @@ def put_back(calibration: Calibration) -> None:
             module._buffers.pop(name, None)
             vars(module).pop(name, None)
         vars(module).update(values)
+
+
+# ---------------------------------------------------------------------- checksums of models
+
+#: a module, and the name of one of its own parameters or buffers
+_TensorOf: TypeAlias = tuple[nn.Module, str]
+#: the device and the groups of ranks over which checksums of parts are added up
+_Reduction: TypeAlias = tuple[torch.device, tuple[dist.ProcessGroup, ...]]
+
+_WORDS_PER_TILE = 1 << 17  # a tile and its sums stay in a CPU's cache
+_BYTES_PER_WORD = 4
+_TILES_AT_ONCE = 256  # multipliers of so many tiles are computed together
+
+
+def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
+    """Raise the error of :func:`not_ready`, if there is one.
+
+    Args:
+        model: calibrated or not.
+        merged_for: what the model is needed for, if that needs adapters of LoRA merged into the weights.
+    """
+    if merged_for is not None:
+        refuse_unmerged(model, merged_for)
+    problem = not_ready(model)
+    if problem is not None:
+        raise problem
+
+
+def refuse_unmerged(model: nn.Module, what: str) -> None:
+    """Raise a CalibrationError that ``what`` cannot be done if adapters are not merged into weights of the model."""
+    register_surroundings(model)
+    refuse(
+        [name for name, module in model.named_modules() if adapters_of(module) is not None],
+        f"{what} needs adapters merged into their weights",
+        remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
+    )
+
+
+def not_ready(model: nn.Module) -> CalibrationError | None:
+    """Why the model is not as it was calibrated: it was not, or has changed since; else None."""
+    if next(calibrated_modules(model), None) is None:
+        return CalibrationError(
+            f"{type(model).__name__} was not calibrated, it is in full precision",
+            remedy="run CalibrationSession or CalibrationCallback on it first.",
+        )
+    changed = changed_since(model)
+    if not changed:
+        return None
+    return CalibrationError(
+        f"{len(changed)} parameters and buffers have changed since the model was calibrated",
+        where=changed,
+        remedy="calibrate the model as it is now (trainer.validate with the callback).",
+    )
+
+
+@at_rest()
+def remember(model: nn.Module) -> None:
+    """Write the checksums of all tensors that a checkpoint of ``model`` holds to its modules, as plain attributes."""
+    reshard(model)
+    tensors = [(module, name) for module in model.modules() for name in _names_in_checkpoint(module)]
+    by_module: dict[nn.Module, dict[str, int]] = {}
+    for (module, name), value in zip(tensors, checksums(tensors), strict=True):
+        by_module.setdefault(module, {})[name] = value
+    for module in model.modules():
+        vars(module)[CHECKSUMS] = by_module.get(module, {})
+
+
+@at_rest()
+def changed_since(model: nn.Module) -> list[str]:
+    """Names of parameters and buffers that have changed since ``model`` was calibrated."""
+    register_surroundings(model)
+    reshard(model)
+    with without_wrappers(model):
+        named_modules = list(model.named_modules())
+    paths: dict[_TensorOf, str] = {}
+    for module_name, module in named_modules:
+        for name in vars(module).get(CHECKSUMS, {}):
+            if isinstance(getattr(module, name, None), torch.Tensor):
+                paths[module, name] = f"{module_name}.{name}" if module_name else name
+    changed = []
+    for (module, name), value in zip(paths, checksums(list(paths)), strict=True):
+        if value != vars(module)[CHECKSUMS][name]:
+            changed.append(paths[module, name])
+    return changed
+
+
+def _names_in_checkpoint(module: nn.Module) -> Iterator[str]:
+    """The module's own parameters and buffers in a checkpoint; without integer buffers, which count steps."""
+    meta_has_data = is_dispatched(module) and is_offloaded(module)
+    for name, parameter in module.named_parameters(recurse=False):
+        if (meta_has_data or not parameter.is_meta) and not is_lazy(parameter):
+            yield name
+    for name, buffer in module.named_buffers(recurse=False):
+        has_data = meta_has_data or not buffer.is_meta
+        if buffer.is_floating_point() and has_data and name not in module._non_persistent_buffers_set:
+            yield name
+
+
+# ---------------------------------------------------------------------- checksums of tensors, wherever they are
+
+
+@at_rest()
+def checksums(tensors: Sequence[_TensorOf]) -> list[int]:
+    """The checksum of each whole tensor, the same on all ranks; LoRA's weights count as merged.
+
+    A tensor that several modules share is read once.
+    """
+    alive = [getattr(module, name) for module, name in tensors]  # an id names one object only while that is alive
+    keys: list[Hashable] = []
+    for module, name in tensors:
+        adapters = adapters_of(module)  # the sum of weight and adapters is another one in each module
+        keys.append((identity(module, name), name if adapters is None else id(module)))
+    unique = dict(zip(keys, tensors, strict=True))
+    sums = _sum_over_ranks(_sums_of_parts(list(unique.values())), len(unique))
+    del alive
+    checksum_by_key = dict(zip(unique, sums, strict=True))
+    return [checksum_by_key[key] for key in keys]
+
+
+def _sums_of_parts(tensors: Sequence[_TensorOf]) -> dict[_Reduction, torch.Tensor]:
+    """For each group of ranks, the checksums of this rank's parts, at the places of ``tensors``; 0 for all others."""
+    places: dict[nn.Module, list[tuple[int, str]]] = defaultdict(list)
+    for place, (module, name) in enumerate(tensors):
+        places[module].append((place, name))
+    # One tensor holds the sums of all. A small tensor for each sum, between the large ones of checksum(), would keep
+    # glibc from using their memory for the next.
+    sums: dict[_Reduction, torch.Tensor] = {}
+    for unit in by_unit(places):
+        with onloaded(unit[0]):
+            for module in unit:
+                for place, name in places[module]:
+                    local, first = part_here(module, name)
+                    reduction = local.device, place_of(module, name).groups
+                    if reduction not in sums:
+                        sums[reduction] = torch.zeros(len(tensors), dtype=torch.int64, device=local.device)
+                    checksum(local, first, out=sums[reduction][place])
+    return sums
+
+
+def _sum_over_ranks(sums: Mapping[_Reduction, torch.Tensor], count: int) -> list[int]:
+    """Add up the checksums of parts, with one reduction and one copy to the host for each group of ranks."""
+    totals = [0] * count
+    for (_, groups), of_parts in sums.items():
+        for group in groups:
+            with all_ranks_answer():
+                dist.all_reduce(of_parts, group=group)
+    for of_parts in sums.values():
+        for place, value in enumerate(of_parts.tolist()):
+            totals[place] += value  # zero in all groups but the tensor's
+    return totals
+
+
+# ---------------------------------------------------------------------- the checksum of one tensor
+
+
+def checksum(values: torch.Tensor, first: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The checksum of a tensor, or of a run of its elements.
+
+    Args:
+        values: of any dtype and shape.
+        first: the index of the first of ``values`` in the flattened whole tensor. The checksum of the whole is the sum
+            of the checksums of its runs, modulo 2**64.
+        out: a scalar in int64 to write the checksum to.
+
+    Returns:
+        A scalar in int64; ``out`` if it is given.
+    """
+    start = first * values.element_size()
+    words = _words(values, start % _BYTES_PER_WORD)
+    tile, column = divmod(start // _BYTES_PER_WORD, _WORDS_PER_TILE)
+    width = min(_WORDS_PER_TILE, column + len(words))
+    column_sums = torch.zeros(width, dtype=torch.int64, device=words.device)
+    while len(words):
+        in_tile = words[: _WORDS_PER_TILE - column]
+        words = words[len(in_tile) :]
+        column_sums[column : column + len(in_tile)].add_(in_tile, alpha=_tile_multiplier(tile))
+        tile += 1
+        column = 0
+    column_sums.mul_(_column_multipliers(words.device)[:width])
+    return torch.sum(column_sums, 0, out=out)
+
+
+@functools.cache
+def _column_multipliers(device: torch.device) -> torch.Tensor:
+    """The multiplier of each place in a tile: 1 MiB that takes longer to make than to use."""
+    return _odd_numbers(torch.arange(_WORDS_PER_TILE, device=device))
+
+
+def _tile_multiplier(tile: int) -> int:
+    """The multiplier of one tile."""
+    return _tile_multipliers(tile // _TILES_AT_ONCE)[tile % _TILES_AT_ONCE]
+
+
+@functools.lru_cache(maxsize=64)
+def _tile_multipliers(number: int) -> list[int]:
+    """The multipliers of one run of ``_TILES_AT_ONCE`` tiles."""
+    first = number * _TILES_AT_ONCE
+    return _odd_numbers(torch.arange(first, first + _TILES_AT_ONCE, device="cpu")).tolist()
+
+
+def _words(values: torch.Tensor, bytes_before: int) -> torch.Tensor:
+    """The bits as int32, with zeros for the bytes of the first and last word that other ranks hold."""
+    bits = values.contiguous().view(-1).view(torch.uint8)
+    bytes_after = -(bytes_before + len(bits)) % _BYTES_PER_WORD
+    if bytes_before or bytes_after or bits.storage_offset() % _BYTES_PER_WORD:
+        bits = torch.nn.functional.pad(bits, (bytes_before, bytes_after))
+    return bits.view(torch.int32)
+
+
+def _odd_numbers(indices: torch.Tensor) -> torch.Tensor:
+    """A pseudorandom odd number for each index, the same on every device and in every version (splitmix64)."""
+    bits = (indices + 1) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        shifted = (bits >> shift) & ((1 << (64 - shift)) - 1)
+        bits = (bits ^ shifted) * factor
+    return bits ^ ((bits >> 31) & ((1 << 33) - 1)) | 1

@@ -20,11 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lightning_obs.model.fsdp1 import gathered, register_fsdp_units
-from lightning_obs.model.kinds import is_dispatched, to_matrix
+from lightning_obs.model.kinds import is_dispatched, register_adapters, to_matrix
 from lightning_obs.model.mark import mark_of
 from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, register_offload, source_of
 from lightning_obs.model.place import Place
-from lightning_obs.model.wrappers import register_adapters
 from lightning_obs.ranks.collectives import all_ranks_answer
 
 

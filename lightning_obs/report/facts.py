@@ -20,8 +20,8 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import name_list
+from lightning_obs.model.kinds import without_adapters, without_wrappers
 from lightning_obs.model.weight import identities, whole_shape
-from lightning_obs.model.wrappers import without_adapters, without_wrappers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.logged_metrics import MetricKind, metric_kind, sorted_metrics

@@ -19,10 +19,18 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
 from lightning_obs.forward.linear_attention import LinearAttention
-from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of, require_transformers
+from lightning_obs.model.kinds import (
+    base_of,
+    holds_parameters,
+    inside_adapted,
+    is_adapted,
+    is_transformers_model,
+    kind_of,
+    register_adapters,
+    require_transformers,
+)
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
-from lightning_obs.model.wrappers import base_of, inside_adapted, is_adapted, register_adapters
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states

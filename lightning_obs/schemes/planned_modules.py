@@ -28,11 +28,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.model.kinds import count_heads
+from lightning_obs.model.kinds import count_heads, inside_adapted
 from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import identity, matrix_shape, whole_shape
-from lightning_obs.model.wrappers import inside_adapted
 from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration, scheme_args
 
 #: modules that an engine makes a part of the convolution or product before them

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import linearize_experts
-from lightning_obs.model.checksums import checksum
+from lightning_obs.model.module_qparams import checksum
 from lightning_obs.numerics.histogram import count_values
 from tests.support.moe_models import tiny_moe
 from tests.support.pretend_device import DEVICE, Counts, on_cpu

@@ -25,7 +25,7 @@ from lightning_obs import (
     sensitivity,
 )
 from lightning_obs.forward.quantized_forward import weights_kept
-from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.module_qparams import changed_since
 from lightning_obs.model.offload import at_rest, device_of, is_offloaded
 from lightning_obs.model.weight import held, model_bytes, onloaded
 from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_errors

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
-from lightning_obs.model.checksums import changed_since, checksums
+from lightning_obs.model.module_qparams import changed_since, checksums
 from lightning_obs.observers import StaticMinMaxObserver
 from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.ranks.collectives import Collectives

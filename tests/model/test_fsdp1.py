@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, linearize_experts, quantized
-from lightning_obs.model.checksums import changed_since, checksums
 from lightning_obs.model.fsdp1 import register_fsdp_units
+from lightning_obs.model.kinds import unwrapped, without_wrappers
+from lightning_obs.model.module_qparams import changed_since, checksums
 from lightning_obs.model.weight import (
     by_unit,
     in_shards,
@@ -24,7 +25,6 @@ from lightning_obs.model.weight import (
     whole_shape,
     whole_unit,
 )
-from lightning_obs.model.wrappers import unwrapped, without_wrappers
 from lightning_obs.moe.experts import LinearExperts
 from lightning_obs.ranks.collectives import Collectives
 from tests.support.lightning_ranks import exact

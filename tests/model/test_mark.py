@@ -15,9 +15,8 @@ from torch.optim.swa_utils import AveragedModel
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.forward.quantized_forward import quantize_training_forward
 from lightning_obs.forward.quantized_tensors import Switch
-from lightning_obs.model.checksums import changed_since
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out, set_attributes
-from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, read_qparams
+from lightning_obs.model.module_qparams import calibrated_modules, changed_since, get_scheme, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors
 from tests.calibration.expert_blocks import INDEX, linear_block
 from tests.forward.quantized_modules import EVERYTHING, Everything, calibrated, tokens

@@ -8,7 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_obs.model.checksums import checksum
+from lightning_obs.model.module_qparams import checksum
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.moments import channel_squares

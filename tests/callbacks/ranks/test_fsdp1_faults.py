@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining
-from lightning_obs.model.checksums import changed_since
+from lightning_obs.model.module_qparams import changed_since
 from lightning_obs.observers import Observer
 from lightning_obs.observers.min_max import MemorylessMinMaxObserver
 from tests.callbacks.ranks.fsdp1_modules import Module, fsdp1_trainer, run

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from lightning_obs import CalibrationCallback, QuantizationAwareTraining, quantized
+from lightning_obs.model.kinds import without_wrappers
 from lightning_obs.model.module_qparams import read_qparams
-from lightning_obs.model.wrappers import without_wrappers
 from tests.callbacks.ranks.fsdp1_modules import Module, data, fsdp1_trainer, run, same_files
 from tests.support.lightning_package import Callback, L
 from tests.support.lightning_ranks import calibration, like_torchrun, loader, same, trainer
