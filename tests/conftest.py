@@ -22,7 +22,7 @@ from hypothesis import settings
 from lightning_utilities.core import rank_zero
 from torch import nn
 
-from lightning_obs.forward.shared_blocks import eager_blocks
+from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.observers import Observer
 from tests.support.versions import is_said_to_be_too_old
 

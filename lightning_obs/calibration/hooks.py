@@ -28,8 +28,7 @@ from lightning_obs.calibration.token_mask import PADDING, Layout, TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import hooked_attention, register_state_hook
-from lightning_obs.forward.fused_layers import unfused
-from lightning_obs.forward.shared_blocks import run_eagerly
+from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 from lightning_obs.model.weight import adapters_of

@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import name_list, warn
-from lightning_obs.forward.shared_blocks import run_eagerly
+from lightning_obs.forward.eager import run_eagerly
 from lightning_obs.model.mark import keep_hook_out
 
 

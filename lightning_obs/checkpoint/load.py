@@ -22,7 +22,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
-from lightning_obs.forward.fused_layers import unfuse_for_good
+from lightning_obs.forward.eager import unfuse_for_good
 from lightning_obs.forward.linear_attention import linearize_stored
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.kinds import from_matrix, unwrapped

@@ -37,12 +37,11 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import give_back_freed
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.forward.class_axis import LastLayer
+from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
-from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import holds_parameters
 from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import args_of, read_qparams

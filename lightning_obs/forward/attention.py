@@ -3,7 +3,7 @@
 compressed-tensors quantizes k and v where the cache is updated and q where the attention function is called: it adds
 two modules to every attention module, a hook without giving its handle to anybody, and an attention function of its own
 to the model's config and to a variable of the process. Here all of these are removed again: observing and quantizing
-share the blocks (:mod:`.shared_blocks`) that put them in, and the last user takes them out. The hooks that observe are
+share the blocks (:mod:`.eager`) that put them in, and the last user takes them out. The hooks that observe are
 in ``calibration/hooks.py``, the ones that quantize in ``quantized_forward.py``; both enter :func:`hooked_attention`.
 """
 
@@ -30,7 +30,7 @@ from compressed_tensors.modeling import (
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.forward.shared_blocks import SharedBlocks
+from lightning_obs.forward.eager import SharedBlocks
 from lightning_obs.model.mark import keep_hook_out, keep_out_of_copies, set_attributes, value_before
 
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}

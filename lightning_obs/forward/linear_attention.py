@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import refuse
-from lightning_obs.forward.fused_layers import unfuse_for_good
+from lightning_obs.forward.eager import unfuse_for_good
 from lightning_obs.model.kinds import is_dispatched, is_transformers_model
 from lightning_obs.model.weight import in_shards
 

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
-from lightning_obs.forward.fused_layers import unfused
+from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.quantized_tensors import (
     FORWARD_STATE,
     Quantization,
@@ -38,7 +38,6 @@ from lightning_obs.forward.quantized_tensors import (
     quantized_weight,
     weight_in_use,
 )
-from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
 from lightning_obs.model.module_qparams import (
     calibrated_modules,

@@ -19,7 +19,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.fused_layers import unfused
+from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready

@@ -23,10 +23,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_obs.forward.calls import call_on, first_input
+from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.forward.fused_layers import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.shared_blocks import run_eagerly
 from lightning_obs.model.kinds import tokens_of
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams

@@ -20,7 +20,7 @@ from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import named_logits
 from lightning_obs.forward.class_axis import LastLayer
-from lightning_obs.forward.shared_blocks import run_eagerly
+from lightning_obs.forward.eager import run_eagerly
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.numerics.divergence import summed_divergence
 from lightning_obs.ranks.collectives import Collectives

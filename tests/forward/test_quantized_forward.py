@@ -11,9 +11,9 @@ from compressed_tensors.quantization import QuantizationStatus, set_forward_quan
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, quantized
+from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.forward.quantized_forward import quantize_training_forward, weights_kept
 from lightning_obs.forward.quantized_tensors import Switch, quantized_weight
-from lightning_obs.forward.shared_blocks import eager_blocks
 from tests.forward.quantized_modules import (
     INT8,
     Everything,

@@ -1,8 +1,16 @@
-"""Reference-counted context managers, one per object: entered by the first user, exited by the last.
+"""Run a model so that every module is called: no compiled graph, and no fused layer of torch, runs in its place.
+
+Otherwise hooks and forwards that are put on modules would not run (:func:`run_eagerly`, :func:`unfused`).
 
 torch has one compile stance for the whole process, an attention module one set of compressed-tensors' hooks. If two
 blocks around one of these did not end in reverse order (a session that is detached inside ``quantized``), the second to
-end would restore the state that the first had set. So all users share one block.
+end would restore the state that the first had set. So all users share one block (:class:`SharedBlocks`): entered by the
+first user, exited by the last.
+
+In evaluation, without gradients, ``nn.TransformerEncoderLayer`` computes in one fused operation. It reads the weights
+of its Linears and does not call them, so that no hook sees their data and their quantized forward does not run; and
+``nn.TransformerEncoder`` packs a padded batch into a nested tensor for it, which nothing else takes. Both ask an
+attribute of their own first, which is switched off here.
 """
 
 from __future__ import annotations
@@ -12,11 +20,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from threading import RLock
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from lightning_obs.model.mark import set_attributes
 
 #: an object that users share a block around; torch itself is one
 _Shared: TypeAlias = nn.Module | ModuleType
@@ -76,3 +86,38 @@ def run_eagerly() -> AbstractContextManager[None]:
     so both run the model in this block.
     """
     return eager_blocks.around(torch, lambda: torch.compiler.set_stance("force_eager"))
+
+
+# ---------------------------------------------------------------------- torch's fused encoder layers
+
+
+@contextmanager
+def unfused(model: nn.Module) -> Iterator[None]:
+    """For a ``with`` block in which encoder layers of a model call their modules, as in training.
+
+    Entered wherever modules are observed or run quantized for a while; copies of the model are not changed.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            attributes = _switched_off(module)
+            if attributes:
+                stack.callback(set_attributes(module, **attributes))
+        yield
+
+
+def unfuse_for_good(model: nn.Module) -> None:
+    """Let encoder layers of a model, and of its copies, call their modules from now on.
+
+    Called for models whose modules were replaced, or run quantized for good.
+    """
+    for module in model.modules():
+        vars(module).update(_switched_off(module))
+
+
+def _switched_off(module: nn.Module) -> dict[str, Any]:
+    """The attributes that keep a module from computing fused, with their values; empty for any other module."""
+    if isinstance(module, nn.TransformerEncoderLayer):
+        return {"activation_relu_or_gelu": 0}
+    if isinstance(module, nn.TransformerEncoder):
+        return {"use_nested_tensor": False}
+    return {}
