@@ -26,8 +26,9 @@ from lightning_obs.errors import refuse_unknown, require_bool
 from lightning_obs.gguf.gguf_file import export_gguf
 from lightning_obs.model.weight import in_shards, reshard
 from lightning_obs.numerics.histogram import Support
-from lightning_obs.report.facts import Report, ScaleDrift, aggregates, fact_names, known_facts
+from lightning_obs.report.facts import Report, aggregates, fact_names, known_facts
 from lightning_obs.report.layer_errors import LayerError, known_layer_errors, measure_layer_errors
+from lightning_obs.report.metrics import ScaleDrift
 from lightning_obs.report.page import write_report
 from lightning_obs.report.step import Step
 

@@ -25,6 +25,7 @@ from lightning_obs.model.weight import identities, whole_shape
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.logged_metrics import MetricKind, metric_kind, sorted_metrics
+from lightning_obs.report.metrics import ScaleDrift
 from lightning_obs.report.numbers import human_size, moved_texts, number, relative_change
 from lightning_obs.report.predictions import Moved
 from lightning_obs.report.step import Step
@@ -35,48 +36,6 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 POOR_SQNR = 15.0
 #: points of a layer's picture of its channels
 CHANNELS = 48
-
-
-@dataclass
-class ScaleDrift:
-    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved."""
-
-    steps: list[int] = field(default_factory=list)  # when scales were added
-    #: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps
-    drifts: dict[str, list[float]] = field(default_factory=dict)
-    _first: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
-        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again."""
-        self.steps.append(step)
-        for name, scale in qparams.items():
-            if not name.endswith("_scale") or name.endswith("_global_scale"):
-                continue
-            logarithm = scale.detach().float().cpu().abs().log2()
-            first = self._first.get(name)
-            if first is None or first.shape != logarithm.shape:
-                first = self._first[name] = logarithm
-            drift = (logarithm - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()
-            earlier_steps = len(self.steps) - 1
-            history = self.drifts.setdefault(name, [0.0] * earlier_steps)
-            history.append(float(drift))
-
-    def numbers(self) -> dict[str, float]:
-        """The largest and the mean drift at the last step; empty until scales were added twice.
-
-        >>> drift = ScaleDrift()
-        >>> for step, scale in enumerate((1.0, 2.0)):
-        ...     drift.add(step, {"fc.weight_scale": torch.tensor([scale]), "fc.weight_zero_point": torch.zeros(1)})
-        >>> drift.numbers()
-        {'scale_drift_max': 1.0, 'scale_drift_mean': 1.0}
-        """
-        last = []
-        for history in self.drifts.values():
-            if len(history) == len(self.steps):
-                last.append(history[-1])
-        if len(self.steps) < 2 or not last:
-            return {}
-        return {"scale_drift_max": max(last), "scale_drift_mean": sum(last) / len(last)}
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,8 @@ from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import ROUNDED, args_of, calibrated_modules, quantized_states, read_qparams
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
-from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.report.metrics import LayerSums, TensorError
+from lightning_obs.report.metrics import LayerSums, TensorError, counted_error, difference_error, grid_error, only_range
 
 
 @dataclass(frozen=True)

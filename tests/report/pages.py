@@ -7,9 +7,9 @@ import torch
 from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.numerics.histogram import support_of
-from lightning_obs.report.facts import Report, ScaleDrift
+from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.metrics import TensorError
+from lightning_obs.report.metrics import ScaleDrift, TensorError
 
 KINDS = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj"]
 

@@ -8,8 +8,7 @@ from torchmetrics.audio import SignalNoiseRatio
 
 from lightning_obs.numerics.histogram import count_values, join_supports, support, support_of
 from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams, flatten_for_calibration
-from lightning_obs.numerics.quantization_error import counted_error, difference_error, grid_error, only_range
-from lightning_obs.report.metrics import LayerSums
+from lightning_obs.report.metrics import LayerSums, counted_error, difference_error, grid_error, only_range
 from tests.support.rank_processes import run_ranks
 
 ARGS = [
