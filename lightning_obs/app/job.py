@@ -15,7 +15,7 @@ from torch import nn
 from lightning_obs.app.from_config import check_data, facts_for_data, load_module, make_data, make_module, make_trainer
 from lightning_obs.app.typed_words import refuse_idle_ignore
 from lightning_obs.callbacks.session_callback import SessionCallback
-from lightning_obs.callbacks.which_module import find_module
+from lightning_obs.callbacks.trainer_session import find_module
 from lightning_obs.checkpoint.load import load_checkpoint
 from lightning_obs.files.tensors import deal_to_files
 from lightning_obs.files.write import require_free

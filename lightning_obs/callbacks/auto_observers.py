@@ -19,7 +19,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.saved_state import ASKED_CONFIG
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.kept_batches import KeptBatches
-from lightning_obs.callbacks.which_module import require_forward
+from lightning_obs.callbacks.trainer_session import require_forward
 from lightning_obs.choice.observer_choice import (
     Candidates,
     ObserverChoice,

@@ -19,8 +19,7 @@ from lightning_obs.callbacks.possible_steps import can_choose_observers, takes_o
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
 from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.trainable import can_train
-from lightning_obs.callbacks.trainer_session import TrainerSession
-from lightning_obs.callbacks.which_module import require_forward
+from lightning_obs.callbacks.trainer_session import TrainerSession, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import refuse_unknown, require_bool
 from lightning_obs.gguf.gguf_file import export_gguf

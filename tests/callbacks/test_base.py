@@ -7,7 +7,7 @@ from torchmetrics import Metric
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
-from lightning_obs.callbacks.which_module import find_module
+from lightning_obs.callbacks.trainer_session import find_module
 from tests.callbacks.calibration_modules import Language, Plain, trainer
 from tests.support.lightning_package import MESSAGES
 from tests.support.tiny_model import save_tiny_llama

@@ -27,7 +27,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.session_callback import SessionCallback
-from lightning_obs.callbacks.which_module import describe
+from lightning_obs.callbacks.trainer_session import describe
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 

@@ -6,7 +6,7 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining
-from lightning_obs.callbacks.which_module import find_module
+from lightning_obs.callbacks.trainer_session import find_module
 from lightning_obs.model.kinds import unwrapped
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.lightning_package import MESSAGES
