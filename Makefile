@@ -238,7 +238,7 @@ executorch: $(VENV)/.installed-test .venv-executorch/.installed
 	.venv-executorch/bin/python -m pip install --quiet -c constraints.txt executorch==1.5.1 numba -e .
 	touch $@
 
-# Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/clients.md).
+# Packages that train with Lightning, each in its own way: a table of what works with the callbacks (docs/evidence/clients.md).
 # torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
 clients: .venv-clients/.installed
 	.venv-clients/bin/python -m tests.clients.run

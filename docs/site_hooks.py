@@ -20,26 +20,47 @@ from mkdocs.structure.pages import Page
 
 from lightning_obs import CalibrationOptions
 
-OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)\)")
+#: a link that climbs: the dots, and the path behind them
+CLIMBING = re.compile(r"\]\(((?:\.\./)+)([^)#]+)\)")
 #: an entry of a docstring's sections: its name, and its text, whose further lines stand deeper
 ENTRY = re.compile(r"^    (\*{0,2}\w+): .*(?:\n {5,}.*)*", re.MULTILINE)
+#: where the site has files from outside of docs/
+REPOSITORY = "repository/"
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([\w.]+)</code>")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the files outside of docs/ to which a page in it links."""
-    pages = [file for file in files.documentation_pages() if "/" not in file.src_uri]
-    for path in sorted({path for page in pages for path in OUTSIDE.findall(page.content_string)}):
+    outside = set()
+    for file in files.documentation_pages():
+        for link in CLIMBING.finditer(file.content_string):
+            if _leaves_docs(link, file.src_uri):
+                outside.add(link[2])
+    for path in sorted(outside):
         source = Path(config.config_file_path).parent / path
         shown = f"# {path}\n\n````{source.suffix[1:]}\n{source.read_text()}\n````\n"
         text = f"---\nsearch: {{exclude: true}}\n---\n{shown}"
-        files.append(File.generated(config, f"repository/{path}.md", content=text))
+        files.append(File.generated(config, f"{REPOSITORY}{path}.md", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links out of docs/ lead to these."""
-    return markdown if "/" in page.file.src_uri else OUTSIDE.sub(r"](repository/\1.md)", markdown)
+    uri = page.file.src_uri
+    if uri.startswith(REPOSITORY):
+        return markdown
+
+    def shown_on_the_site(link: re.Match[str]) -> str:
+        if not _leaves_docs(link, uri):
+            return link[0]
+        return f"]({'../' * uri.count('/')}{REPOSITORY}{link[2]}.md)"
+
+    return CLIMBING.sub(shown_on_the_site, markdown)
+
+
+def _leaves_docs(link: re.Match[str], uri: str) -> bool:
+    """Whether a link of the page at this path below docs/ climbs out of docs/."""
+    return link[1].count("../") > uri.count("/")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -3,8 +3,8 @@
     python benchmarks/accuracy/schemes.py                         # a tiny Llama made on the fly, float32 and bfloat16
     python benchmarks/accuracy/schemes.py --scheme NVFP4 W4A16
 
-Prints the table of docs/schemes.md. ``default load`` and ``dequantize=True`` are the largest difference between the
-logits of ``quantized(model)`` and those of the checkpoint loaded by ``from_pretrained`` as it is, or with
+Prints the table of docs/evidence/schemes.md. ``default load`` and ``dequantize=True`` are the largest difference
+between the logits of ``quantized(model)`` and those of the checkpoint loaded by ``from_pretrained`` as it is, or with
 ``CompressedTensorsConfig(dequantize=True)``. "refused": lightning_obs says before calibrating that it would not load
 back with the same numbers. Exit code 1 if a checkpoint that was not refused gives other logits by default.
 """

@@ -153,7 +153,7 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
         if name in reasons:
             lines.append(f"not loaded by {name}: {reasons.pop(name)}")
     if reasons:
-        lines.append(f"not loaded by {', '.join(reasons)}: docs/engines.md says what they take")
+        lines.append(f"not loaded by {', '.join(reasons)}: docs/reference/engines.md says what they take")
     loaders = []
     for name, verdict in engines.items():
         if verdict.loads:

@@ -62,7 +62,7 @@ def _refuse_hidden_statistics(observation: Observation, lacking: Sequence[Key]) 
         hidden,
         "observer says has_statistics=False although it stored statistics",
         expected="min_vals and max_vals, or an observer that says what it gathers",
-        remedy="declare `statistics`, or write has_statistics beside get_min_max (docs/new_observer.md).",
+        remedy="declare `statistics`, or write has_statistics beside get_min_max (docs/guide/new_observer.md).",
     )
 
 

@@ -90,7 +90,7 @@ class QuantizationAwareTraining(SessionCallback):
             or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others
             (padding) reach no observer. Default: None, all tokens count.
         log (bool | None): give the Trainer's loggers ``quant/sqnr_min``, ``quant/clipped_max`` and the other numbers of
-            docs/reading_the_report.md, and the table of all layers, once per validation; no data are run for them.
+            docs/guide/quantized_metric.md, and the table of all layers, once per validation; no data are run for them.
             Default: None, if there are loggers.
         targets (str | Sequence[str] | None): the modules to quantize where the scheme does not say. Default: None,
             every Linear.

@@ -14,7 +14,7 @@ The signs of two positions are independent, so the square of the sum over a sequ
 neighbouring tokens agree or cancel, but noisy: one number per sequence. Sums over :data:`BLOCK` tokens, squared and
 added, are far less noisy, and leave out only the interaction of distant tokens.
 
-Beyond second order the estimate is wrong; how far it holds on a real model is measured in docs/choosing.md.
+Beyond second order the estimate is wrong; how far it holds on a real model is measured in docs/evidence/plans.md.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ from lightning_obs.schemes.config import describe_scheme, number_format
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 Fits: TypeAlias = "Callable[[QuantizationArgs | None], bool]"
-REMEDY = 'choose another scheme (docs/engines.md lists them), list the modules in `ignore`, or set engines="unchecked".'
+REMEDY = (
+    "choose another scheme (docs/reference/engines.md lists them), list the modules in `ignore`, or set "
+    'engines="unchecked".'
+)
 
 
 def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:

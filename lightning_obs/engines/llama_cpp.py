@@ -1,10 +1,11 @@
 """The part of compressed-tensors checkpoints that llama.cpp's converter reads.
 
 Read from commit 0c1e57098, which llama-cpp-python 0.3.36 ships (``conversion/base.py``: ``dequant_model``,
-``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/engines.md). It dequantizes all but NVFP4, which
-stays as it is: the GGUF file has the checkpoint's values in the type that ``--outtype`` says, and inputs are no longer
-quantized. Tensors that it cannot name (scales of inputs, of a kv cache) are an error, and so are several config
-groups, unless all are NVFP4. Integers of 3, 5, 6 and 7 bits are packed in a layout that it does not read.
+``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/evidence/engines.md). It dequantizes all but
+NVFP4, which stays as it is: the GGUF file has the checkpoint's values in the type that ``--outtype`` says, and inputs
+are no longer quantized. Tensors that it cannot name (scales of inputs, of a kv cache) are an error, and so are
+several config groups, unless all are NVFP4. Integers of 3, 5, 6 and 7 bits are packed in a layout that it does not
+read.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Read from SGLang 0.5.23 (``layers/quantization/compressed_tensors/``: ``compressed_tensors.py``, ``utils.py``,
 ``schemes/``; Marlin's list of groups in ``marlin_utils.py``) and held against its Linear layers by ``make engines``
-(docs/engines.md); no kernel was run. Its loader began as vLLM's: fused sets, names and the output embedding are looked
-up alike. CUDA only: the loader asks for a compute capability. Static int8 inputs have a class, whose one scale takes
-none of a fused set; MX formats have none. Experts in MXFP4 take a path of their own, not followed, and are refused.
+(docs/evidence/engines.md); no kernel was run. Its loader began as vLLM's: fused sets, names and the output embedding
+are looked up alike. CUDA only: the loader asks for a compute capability. Static int8 inputs have a class, whose one
+scale takes none of a fused set; MX formats have none. Experts in MXFP4 take a path of their own, not followed, and
+are refused.
 """
 
 from __future__ import annotations

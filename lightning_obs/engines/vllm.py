@@ -1,9 +1,10 @@
 """The compressed-tensors schemes that vLLM loads, and the hardware that runs them.
 
 Read from vLLM 0.32.0 (``compressed_tensors.py``, ``compressed_tensors_moe.py``, the lists of kernels in
-``kernels/linear``) and held against that release by ``make engines`` (docs/engines.md). vLLM takes the first family
-that a scheme fits; its loader refuses a scheme that fits none. Whether vLLM has a model of this architecture is not
-checked, except that it has no T5, BART or Marian: an architecture that it lacks does not load unquantized either.
+``kernels/linear``) and held against that release by ``make engines`` (docs/evidence/engines.md). vLLM takes the first
+family that a scheme fits; its loader refuses a scheme that fits none. Whether vLLM has a model of this architecture
+is not checked, except that it has no T5, BART or Marian: an architecture that it lacks does not load unquantized
+either.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ class PercentileObserver(CountingObserver):
     value is cut off: then it is the exact smallest and largest value.
 
     On language models this can be a catastrophe: a few inputs carry values thousands of times larger than the rest,
-    and the model depends on them (docs/observers.md has the numbers).
+    and the model depends on them (docs/evidence/int8.md has the numbers).
 
     Observes ``(N, *Q, G)``: one scale per tensor or per attention head. Ranges are ``(*Q,)``.
 

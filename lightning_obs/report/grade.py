@@ -1,6 +1,6 @@
 """How good a run is: a grade for each of its numbers, and the worst of them for the run.
 
-The limits stand here once; docs/reading_the_report.md gives them with their reasons.
+The limits stand here once; docs/guide/read_the_page.md gives them with their reasons.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tests.streaming.test_checkpoint_weights import sums
 from tests.support.in_process import run_command_line
 from tests.support.tiny_model import save_tiny_llama
 
-PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "larger_than_memory.md").read_text()
 QUICK = ["data.batches=2", "data.tokens=32", "data.eval_batches=2", "trainer=cpu"]
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.support.markdown import blocks, commands, page
 from tests.support.offloaded import digests, tokens
 
-PAGE = page("docs/large_models.md")
+PAGE = page("docs/guide/offloaded.md")
 
 
 @pytest.mark.slow
@@ -55,7 +55,7 @@ def test_device_map_auto_of_a_model_that_fits_changes_nothing(command_line, tmp_
 def test_the_python_of_the_page_runs(tiny_folder, tmp_path):
     [code] = [block for block in blocks(PAGE, "python") if "device_map" in block]
     given = {"folder": tiny_folder, "offload_folder": tmp_path / "offloaded", "out": tmp_path / "out"}
-    exec(compile(code, "docs/large_models.md", "exec"), {**given, "batches": [{"input_ids": tokens()}]})
+    exec(compile(code, "docs/guide/offloaded.md", "exec"), {**given, "batches": [{"input_ids": tokens()}]})
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 

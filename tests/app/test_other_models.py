@@ -194,7 +194,7 @@ def test_an_image_model_with_convolutions_is_calibrated_exported_and_loaded_agai
 
 
 def test_the_page_shows_the_commands_of_the_examples():
-    text = page("docs/models.md").replace("\\\n", " ")
+    text = page("docs/guide/other_models.md").replace("\\\n", " ")
     shown = [line.split() for line in text.splitlines()]
     for file in EXAMPLES.glob("*.py"):
         assert ["python", "-m", "lightning_obs", *example(file.stem).split()] in shown, file.stem

@@ -65,7 +65,7 @@ def test_weights_are_those_of_the_model_in_memory(command_line, tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_calibrated_on_text(command_line, verified_here, tmp_path, kind):
     source = save_vision_model(tmp_path / "model", kind)
-    [command] = [line for line in commands(page("docs/large_models.md")) if "vision_tower" in line]
+    [command] = [line for line in commands(page("docs/guide/larger_than_memory.md")) if "vision_tower" in line]
     words = command.replace("<folder>", str(source)).replace("<out>", "out").replace("'", "").split()[3:]
     done = command_line(*words)
     assert done.returncode == 0, done.stderr

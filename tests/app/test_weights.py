@@ -16,7 +16,7 @@ from tests.support.markdown import commands
 from tests.support.moe_models import W4A16_32
 from tests.support.tiny_model import save_tiny_llama
 
-PAGE = (Path(__file__).parents[2] / "docs" / "large_models.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "larger_than_memory.md").read_text()
 
 
 @pytest.fixture(scope="module")

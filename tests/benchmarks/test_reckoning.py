@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "cost" / "reckoning.py"
 def test_the_table_of_the_page_is_what_the_script_prints(tmp_path):
     done = run_script(SCRIPT, folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout in page("docs/large_models.md")
+    assert done.stdout in page("docs/evidence/memory.md")
 
 
 def test_a_faster_disk_and_more_cores_take_less_time(tmp_path):

@@ -1,4 +1,4 @@
-"""The page about choosing schemes and observers: its Python and its commands run."""
+"""The pages about choosing schemes and observers: their Python and their commands run."""
 
 import shlex
 
@@ -10,7 +10,7 @@ from tests.support.in_process import run_command_line
 from tests.support.markdown import blocks, commands, page
 from tests.support.tiny_model import save_tiny_llama
 
-PAGE = page("docs/choosing.md")
+PAGE = page("docs/guide/measure.md") + page("docs/guide/measure_observers.md")
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def test_the_python_runs_from_top_to_bottom(tiny):
     model = AutoModelForCausalLM.from_pretrained(tiny)
     known = {"model": model, "batches": [{"input_ids": torch.randint(3, 128, (2, 16))} for _ in range(2)]}
     for code in blocks(PAGE, "python"):
-        exec(compile(code, "docs/choosing.md", "exec"), known)
+        exec(compile(code, "docs/guide/measure", "exec"), known)
     assert known["plan"].counts == {"int8": 14}
     assert set(known["choice"].losses) == {"input", "weight"}
 

@@ -1,4 +1,4 @@
-"""Every piece of Python in the README and in docs/schemes.md runs, on a tiny model, under either name of Lightning."""
+"""The Python of the README and of docs/guide/schemes.md runs on a tiny model, under either name of Lightning."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.support.lightning_package import L, under_the_chosen_name
 from tests.support.markdown import blocks, page
 from tests.support.tiny_model import save_tiny_llama
 
-PYTHON = [*blocks(page("README.md"), "python"), *blocks(page("docs/schemes.md"), "python")]
+PYTHON = [*blocks(page("README.md"), "python"), *blocks(page("docs/guide/schemes.md"), "python")]
 
 
 class LanguageModel(L.LightningModule):

@@ -1,4 +1,7 @@
-"""docs/tutorial.md: its files are written and its commands run in its order, on less data; what it shows is printed."""
+"""The files of the guide "Start" and of those that go on with it are written, and their commands run, in order.
+
+On less data; what the pages show is printed.
+"""
 
 import os
 import re
@@ -13,7 +16,7 @@ from tests.support.in_process import run_script
 from tests.support.lightning_package import MESSAGES, under_the_chosen_name
 from tests.support.markdown import ROOT, blocks, page
 
-PAGE = page("docs/tutorial.md")
+PAGE = "\n".join(page(f"docs/guide/{name}.md") for name in ("start", "further", "further_runs"))
 #: (language, content) of every block, in order
 BLOCKS = re.findall(r"```(python|bash|text)\n(.*?)```", PAGE, flags=re.DOTALL)
 INSTALL, *RUNS = (content for language, content in BLOCKS if language == "bash")
@@ -80,16 +83,18 @@ def test_no_file_of_it_is_left_unrun():
 
 @pytest.mark.slow
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="there is nothing to clone")
-def test_its_commands_install_the_package(tmp_path):
+@pytest.mark.parametrize("commands", [INSTALL, *blocks(page("docs/guide/install.md"), "bash")])
+def test_its_commands_install_the_package(commands, tmp_path):
     """All but the download: pip is asked what it would install, without dependencies."""
     site = sysconfig.get_paths()["purelib"]  # pip and the build's backend, which an empty environment would download
     asked = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     asked |= {"PIP_IGNORE_INSTALLED": "1", "PYTHONPATH": site}
-    script = INSTALL.replace("<this repository>", shlex.quote(str(ROOT)))
+    script = commands.replace("<this repository>", shlex.quote(str(ROOT)))
     done = subprocess.run(
         ["bash", "-e"], input=script, cwd=tmp_path, env={**os.environ, **asked}, capture_output=True, text=True,
         timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Would install lightning-obs-" in done.stdout
-    assert (tmp_path / "my_project" / ".venv" / "bin" / "python").exists()
+    if commands == INSTALL:
+        assert (tmp_path / "my_project" / ".venv" / "bin" / "python").exists()

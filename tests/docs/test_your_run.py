@@ -1,4 +1,4 @@
-"""docs/your_run.md: its commands and its Python run."""
+"""The guides "In your own run" and "Without a Trainer": their commands and their Python run."""
 
 import shlex
 
@@ -12,7 +12,7 @@ from tests.callbacks.calibration_modules import Plain, loader
 from tests.support.in_process import run_script
 from tests.support.markdown import ROOT, blocks, commands, page
 
-PAGE = page("docs/your_run.md")
+PAGE = page("docs/guide/your_run.md") + page("docs/guide/without_trainer.md")
 
 
 @pytest.mark.parametrize("command", commands(PAGE))
@@ -31,7 +31,7 @@ def test_its_python_runs(tmp_path, monkeypatch, tiny_llama):
     known |= {"train_loader": loader(), "val_loader": loader(2)}
     known |= {"model": tiny_llama(), "batch": {"input_ids": torch.randint(3, 128, (2, 16))}}
     for code in blocks(PAGE, "python"):
-        exec(compile(code, "docs/your_run.md", "exec"), known)
+        exec(compile(code, "docs/guide/your_run.md", "exec"), known)
     assert (tmp_path / "my-model-int8" / "model.safetensors").is_file()
     assert (tmp_path / "model-fp8-dynamic" / "model.safetensors").is_file()
 

@@ -43,9 +43,11 @@ def test_a_table_of_families_is_an_engine_s_verdict_in_a_session(aurora_engine, 
 
 
 def test_every_engine_has_a_row_in_the_docs():
-    rows = [line for line in page("docs/engines.md").splitlines() if line.startswith("|")]
+    rows = [line for line in page("docs/reference/engines.md").splitlines() if line.startswith("|")]
     for name in ENGINES:
-        assert any(f'`"{name}"`' in row.split("|")[1] for row in rows), f"docs/engines.md has no row for {name}"
+        assert any(f'`"{name}"`' in row.split("|")[1] for row in rows), (
+            f"docs/reference/engines.md has no row for {name}"
+        )
 
 
 def test_an_engine_refuses_the_scheme_that_it_lacks_before_data_are_read(tiny_engine, tiny_llama):

@@ -35,7 +35,7 @@ CASES = {
     "mixed": (MIXED, {}, "bfloat16"),
 }
 #: Mean difference of log-probabilities. vLLM scales dynamic int8 by amax / 127, compressed-tensors by amax / 127.5, and
-#: one step of rounding in a layer decides others behind it: docs/engines.md.
+#: one step of rounding in a layer decides others behind it: docs/evidence/vllm.md.
 BOUND = 0.15
 
 

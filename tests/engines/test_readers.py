@@ -1,4 +1,4 @@
-"""What SGLang and llama.cpp's converter read, as this package has it (docs/engines.md)."""
+"""What SGLang and llama.cpp's converter read, as this package has it (docs/evidence/engines.md)."""
 
 from __future__ import annotations
 

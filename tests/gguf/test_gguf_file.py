@@ -212,8 +212,9 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = tiny("llama")
     base = write_base(model, tmp_path / "model-f16.gguf", torch.float16)
-    (code,) = [code for code in blocks(page("docs/engines.md"), "python") if "export_gguf" in code]
-    exec(compile(code, "engines.md", "exec"), {"model": model})
+    known = {"model": model, "batch": {"input_ids": torch.arange(3, 19)[None]}}
+    for code in blocks(page("docs/guide/gguf.md"), "python"):
+        exec(compile(code, "gguf.md", "exec"), known)
     assert (tmp_path / "model-q4_0.gguf").stat().st_size < base.stat().st_size
 
 

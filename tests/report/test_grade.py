@@ -135,7 +135,7 @@ def test_a_model_that_training_made_worse_than_calibrated_is_said_to_be(after):
 
 
 def test_the_docs_give_the_limits_that_are_in_force():
-    text = page("docs/reading_the_report.md")
+    text = page("docs/guide/read_the_page.md")
     (good_nats, usable_nats), (good_top, usable_top), (good_kept, usable_kept) = grade.NATS, grade.AGREEMENT, grade.KEPT
     assert f"| {good_nats} | {usable_nats} |" in text
     assert f"| {good_top:.0%} | {usable_top:.0%} |".replace("%", " %") in text

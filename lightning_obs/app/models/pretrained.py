@@ -197,7 +197,8 @@ def _refuse_other_weights(model: Any, loading: Mapping[str, Any], name: str) -> 
         random_weights,
         f"{len(random_weights)} weights of {model_class} are not in the files of model.path={name}, and would be "
         "random numbers",
-        remedy=f"{remedy} A model with another head needs a module of your own (model._target_, docs/models.md).",
+        remedy=f"{remedy} A model with another head needs a module of your own (model._target_, "
+        "docs/guide/other_models.md).",
     )
     lost = sorted(loading["unexpected_keys"])
     refuse(
