@@ -29,13 +29,17 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 BOTH_NAMES := tests/callbacks tests/docs/test_tutorial.py tests/docs/test_examples.py tests/docs/test_readme_python.py \
 	--lightning=pytorch_lightning
 FAST := not slow and not nightly
+# make fast TESTS=tests/onnx: these alone.
+TESTS ?=
+# Where a run of tests leaves what make compatibility reads.
+result = --result=$(BIN:/bin=)/results/$(1).json
 # Each of them has an environment of its own, .venv-py3.XX, where this machine has it: on the PATH, or under pyenv.
 PYTHONS ?= 3.10 3.11 3.12 3.13
 OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons docs dist main-job parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs dist main-job parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -49,12 +53,12 @@ test: $(VENV)/.installed-test
 # Two workers, as for the fast tests.
 second-name: WORKERS = 2
 second-name: $(VENV)/.installed-test
-	$(PYTEST) $(BOTH_NAMES) -m "$(FAST)"
+	$(PYTEST) $(BOTH_NAMES) -m "$(FAST)" $(call result,other-name)
 
 # A worker takes 40 s of CPU to import and compile for itself, and few of these tests wait.
 fast: WORKERS = 2
 fast: $(VENV)/.installed-test
-	$(PYTEST) -m "$(FAST)"
+	$(PYTEST) -m "$(FAST)" $(call result,fast) $(TESTS)
 
 nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
@@ -62,6 +66,11 @@ nightly: $(VENV)/.installed-test
 	$(MAKE) --no-print-directory lean
 	$(MAKE) --no-print-directory oldest
 	$(MAKE) --no-print-directory pythons
+	$(MAKE) --no-print-directory compatibility
+
+# The rows of docs/evidence/compatibility.md, of the results that the runs before have left in their environments.
+compatibility:
+	$(BIN)/python -m tests.compatibility $(VENV) .venv-oldest $(addprefix .venv-py,$(PYTHONS))
 
 # A plain installation, without the extras: what most users have. It imports the installed package, not the checkout.
 lean: .venv-lean/.installed
@@ -85,9 +94,10 @@ OLDEST_TEST_PACKAGES := pytest pytest-xdist hypothesis tensorboard peft "jsonarg
 oldest: WORKERS = 2
 oldest: BIN = .venv-oldest/bin
 oldest: .venv-oldest/.installed
-	$(PYTEST) -m "$(FAST)" $(OLDEST_WITHOUT_MODELS)
-	PYTHONPATH=$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)"
-	PYTHONPATH=$(CURDIR)/.venv-oldest/lightning:$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)" tests/callbacks
+	$(PYTEST) -m "$(FAST)" $(call result,oldest) $(OLDEST_WITHOUT_MODELS)
+	PYTHONPATH=$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)" $(call result,oldest-models)
+	PYTHONPATH=$(CURDIR)/.venv-oldest/lightning:$(CURDIR)/.venv-oldest/models $(PYTEST) -m "$(FAST)" \
+		$(call result,oldest-lightning) tests/callbacks
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt Makefile
 	test -x .venv-oldest/bin/python || $(call interpreter,$(OLDEST_PYTHON)) -m venv .venv-oldest

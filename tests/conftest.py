@@ -7,6 +7,7 @@ import logging
 import os
 from importlib import import_module
 from itertools import groupby, islice
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -24,6 +25,7 @@ from torch import nn
 
 from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.observers import Observer
+from tests.compatibility import write_result
 from tests.support.versions import is_said_to_be_too_old
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -42,12 +44,21 @@ def pytest_addoption(parser):
         default=os.environ.get("LIGHTNING_OBS_TESTS_LIGHTNING", "lightning"),
         help="the name under which tests of the callbacks, and of the tutorial, import Lightning",
     )
+    parser.addoption("--result", help="a JSON file for versions and outcomes, of which docs/evidence/compatibility.md is made")
 
 
 def pytest_configure(config):
     """Before any test is imported: tests, and ranks and scripts that they start, import Lightning under one name."""
     os.environ["LIGHTNING_OBS_TESTS_LIGHTNING"] = config.getoption("--lightning")
     import_module("tests.support.lightning_package")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """At the end of all tests, in the process that gave them to workers."""
+    if config.getoption("--result"):
+        path = Path(config.getoption("--result"))
+        arguments = [] if config.args == config.getini("testpaths") else config.args
+        write_result(path, terminalreporter.stats, config.getoption("--lightning"), arguments)
 
 
 def pytest_itemcollected(item):

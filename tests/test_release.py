@@ -11,6 +11,7 @@ import zipfile
 import pytest
 import yaml
 
+import lightning_obs
 from tests.support.markdown import ROOT, page
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -59,6 +60,39 @@ def test_the_pythons_of_the_matrix_are_those_that_pyproject_names():
     assert matrix == classified_pythons()
     assert re.search(r"^PYTHONS \?= (.*)$", MAKEFILE, flags=re.MULTILINE)[1].split() == matrix
     assert f'requires-python = ">={matrix[0]}"' in page("pyproject.toml")
+
+
+def test_the_hooks_before_a_commit_are_the_commands_of_make_lint():
+    (local,) = yaml.safe_load(page(".pre-commit-config.yaml"))["repos"]
+    assert local["repo"] == "local"  # so that no second list of versions is kept
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+    lint = re.search(r"^lint:.*\n((?:\t.*\n)+)", MAKEFILE, flags=re.MULTILINE)[1]
+    commands = [line.strip().replace("$(BIN)", ".venv/bin") for line in lint.splitlines()]
+    assert [hook["entry"] for hook in local["hooks"]] == commands
+
+
+def test_the_citation_has_what_its_format_asks_for_and_the_version_of_the_package():
+    citation = yaml.safe_load(page("CITATION.cff"))
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    assert citation["version"] == lightning_obs.__version__
+    assert citation["license"] in page("pyproject.toml")
+
+
+@pytest.mark.parametrize("name", ["bug", "wish"])
+def test_an_issue_asks_for_what_was_printed(name):
+    form = yaml.safe_load(page(f".github/ISSUE_TEMPLATE/{name}.yml"))
+    assert {"name", "description", "body"} <= form.keys()
+    fields = [part for part in form["body"] if part["type"] == "textarea"]
+    assert any("printed" in part["attributes"]["label"] + part["attributes"]["description"] for part in fields)
+    assert len({part["id"] for part in fields}) == len(fields)
+
+
+def test_the_changelog_says_of_each_release_what_breaks_and_what_is_deprecated():
+    releases = re.split(r"^## ", page("CHANGELOG.md"), flags=re.MULTILINE)[1:]
+    assert releases[0].startswith(lightning_obs.__version__)
+    for release in releases:
+        headings = re.findall(r"^### (.*)$", release, flags=re.MULTILINE)
+        assert headings[:2] == ["Breaking", "Deprecated"]
 
 
 @pytest.fixture(scope="module")

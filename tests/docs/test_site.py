@@ -1,9 +1,11 @@
 """The docs as a site: it builds without a warning, its reference is whole, it asks nothing of the network."""
 
 import os
+import pkgutil
 import re
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -20,8 +22,17 @@ OBSERVERS = {f"lightning_obs.observers.{name}" for name in observers.__all__ if 
 REFERENCE |= OBSERVERS
 
 
-def test_every_public_name_is_in_the_reference():
-    assert {f"lightning_obs.{name}" for name in lightning_obs.__all__} <= REFERENCE
+def test_the_names_of_the_package_and_those_in_the_reference_are_the_same():
+    public = {f"lightning_obs.{name}" for name in lightning_obs.__all__}
+    modules = {f"lightning_obs.{module.name}" for module in pkgutil.iter_modules(lightning_obs.__path__)}
+    assert {path for path in REFERENCE if path.count(".") == 1} - modules == public
+
+
+@pytest.mark.parametrize("path", sorted(REFERENCE))
+def test_a_name_in_the_reference_can_be_imported_and_is_not_private(path):
+    module, _, name = path.rpartition(".")
+    assert hasattr(import_module(module), name)
+    assert "._" not in path
 
 
 def test_every_name_that_the_docs_import_is_in_the_reference():
