@@ -25,7 +25,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.callbacks.lightning_package import package_of
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
-from lightning_obs.model.offload import stay_put
+from lightning_obs.model.weight import stay_put
 from lightning_obs.schemes.config import PRESET, as_names
 
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
@@ -124,6 +125,7 @@ class _Finalization:
         The notes of the ranks are what their calls have counted and seen: tokens of experts, readers of outputs.
         """
         observation = self.observation
+        readers = observation.calls.readers
         expert_tokens: dict[str, list[int]] = {}
         with self.stretch:
             for name, counts in observation.calls.expert_tokens.items():
@@ -136,7 +138,7 @@ class _Finalization:
             observation.collectives,
             weights=search.sizes,
             failure=self.stretch.failure,
-            note=(expert_tokens, observation.calls.readers.state_dict()),
+            note=(expert_tokens, None if readers is None else readers.state_dict()),
         )
         self.collectives += synced.collectives
         self.stretch = Stretch(observation.collectives, synced.failure)
@@ -149,8 +151,10 @@ class _Finalization:
         if not self.activations:
             return computed
         with self.stretch:
-            observation.calls.readers.add(readers for _, readers in synced.notes)
-            observation.drop_outputs(observation.calls.readers.followed)
+            readers = observation.calls.readers
+            if readers is not None:
+                readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
+                observation.drop_outputs(readers.followed)
             _bring_to_host(observation.data_observers)
             if observation.unreached is None:
                 observation.unreached = synced.unreached
@@ -161,7 +165,8 @@ class _Finalization:
                 name, base = key
                 if base != "weight" and name not in self.skipped:
                     computed[key] = _qparams_from(observer, key)
-            computed |= _ranges_of_sources(observation, computed)
+            if readers is not None:
+                computed |= _ranges_of_sources(observation, readers, computed)
         return computed
 
     def _observe_weights(self, search: WeightSearch, synced: Synced) -> list[Key]:
@@ -390,16 +395,19 @@ def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
         raise sendable(error, key) from error
 
 
-def _ranges_of_sources(observation: Observation, computed: Mapping[Key, QParamsDict]) -> dict[Key, QParamsDict]:
+def _ranges_of_sources(
+    observation: Observation, readers: OutputReaders, computed: Mapping[Key, QParamsDict]
+) -> dict[Key, QParamsDict]:
     """The qparams of inputs that are quantized outputs already, which keep them.
 
     Args:
-        observation: has seen which module reads which output.
+        observation: has the plan.
+        readers: which module reads which output.
         computed: the qparams of all activations, each from its own observer.
     """
     args_of_targets = {target.name: target.args for target in observation.plan.targets}
     kept: dict[Key, QParamsDict] = {}
-    for name, source in observation.calls.readers.sources.items():
+    for name, source in readers.sources.items():
         qparams = computed.get((source or "", "output"))
         if qparams is None or (name, "input") not in computed:
             continue

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
-from lightning_obs.calibration.output_readers import is_transparent
+from lightning_obs.calibration.output_readers import OutputReaders, is_transparent
 from lightning_obs.calibration.token_mask import PADDING, Layout, TokenSelection, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
@@ -102,8 +102,8 @@ class ObserverHooks:
                 stack.callback(register_state_hook(target.module, base_name, observe))
             self._attach_inputs(target, readers, stack)
             self._attach_outputs(target, readers, stack)
-        if any("output" in target.args for target in targets):
-            self._attach_readers(stack)
+        if observation.calls.readers is not None:
+            self._attach_readers(observation.calls.readers, stack)
 
     def _attach_inputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the inputs of a module, for its input's scale and for its weight."""
@@ -125,7 +125,7 @@ class ObserverHooks:
         if observers:
             _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
 
-    def _attach_readers(self, stack: ExitStack) -> None:
+    def _attach_readers(self, readers: OutputReaders, stack: ExitStack) -> None:
         """Note in the first batch which module reads which quantized output."""
         calls = self._observation.calls
 
@@ -134,17 +134,17 @@ class ObserverHooks:
 
         def leave(name: str, _: nn.Module, args: Any, output: Any) -> None:
             if is_first_batch() and isinstance(output, torch.Tensor):
-                calls.readers.leave(name, output)
+                readers.leave(name, output)
 
         def enter(name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
             value = _first_tensor(args)
             if is_first_batch() and value is not None:
-                calls.readers.enter(name, value, is_follower)
+                readers.enter(name, value, is_follower)
 
         def pass_on(_: nn.Module, args: Any, output: Any) -> None:
             value = _first_tensor(args)
             if is_first_batch() and value is not None and isinstance(output, torch.Tensor):
-                calls.readers.pass_on(value, output)
+                readers.pass_on(value, output)
 
         for target in self._observation.plan.targets:
             module = target.module

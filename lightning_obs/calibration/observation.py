@@ -20,11 +20,12 @@ from torch import nn
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.engines import Verdict
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines
 from lightning_obs.errors import CalibrationError, name_list, printable
 from lightning_obs.files.tensors import Progress
-from lightning_obs.model.kinds import is_transformers_model, without_wrappers
+from lightning_obs.model.kinds import is_transformers_model, may_hold_experts, without_wrappers
 from lightning_obs.model.module_qparams import qparams_home
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import matrix_shape
@@ -105,7 +106,7 @@ class Observation:
             plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
             checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
             engines = ask_engines(checkpoint, options.engine, options.further_engines)
-            containers = expert_containers(model)
+            containers = expert_containers(model) if may_hold_experts(model) else {}
             experts = _watch_of_experts(model, containers, options.calibrate_all_experts)
             layers = _layers_of_experts(model, containers, plan)
         observers = _make_observers(plan)
@@ -115,7 +116,10 @@ class Observation:
         _fuse(plan, observers, options.join_fused_scales)
         inseparable = [*plan.fused, *layers]
         collectives = collectives or Collectives()
-        return cls(model, options, plan, engines, observers, data_observers, experts, inseparable, collectives)
+        calls = ObservedCalls()
+        if any("output" in target.args for target in plan.targets):
+            calls.readers = OutputReaders()
+        return cls(model, options, plan, engines, observers, data_observers, experts, inseparable, collectives, calls)
 
     @property
     def needs_data(self) -> bool:

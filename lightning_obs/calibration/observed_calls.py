@@ -28,7 +28,7 @@ class ObservedCalls:
         expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container; a count
             is an int, or a tensor on the device where the expert ran.
         cache: of the tensor that was read last. Sessions that observe the same calls may share it.
-        readers: which module reads which quantized output.
+        readers: which module reads which quantized output; None: no output is quantized.
     """
 
     batches: int = 0
@@ -37,7 +37,7 @@ class ObservedCalls:
     mask: torch.Tensor | None = None
     expert_tokens: dict[str, list[Any]] = field(default_factory=dict)
     cache: ReadCache = field(default_factory=ReadCache)
-    readers: OutputReaders = field(default_factory=OutputReaders)
+    readers: OutputReaders | None = None
 
     def paused(self) -> AbstractContextManager[None]:
         """A block in which calls of the model are ignored."""

@@ -287,7 +287,8 @@ class CalibrationSession:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
-        followed = self.observation.calls.readers.followed
+        readers = self.observation.calls.readers
+        followed = set() if readers is None else readers.followed
         return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped, followed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -299,8 +300,10 @@ class CalibrationSession:
         with self._written.replacing():
             load_state(self.model, self.plan, state)
             self.observation.skipped = set(state["skipped"])
-            self.observation.calls.readers.followed.update(state["followed"])
-            self.observation.drop_outputs(state["followed"])
+            readers = self.observation.calls.readers
+            if readers is not None:
+                readers.followed.update(state["followed"])
+                self.observation.drop_outputs(readers.followed)
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:

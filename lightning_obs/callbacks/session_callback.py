@@ -18,8 +18,7 @@ from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback
 from lightning_obs.callbacks.measured_export import export_and_measure
 from lightning_obs.callbacks.results import Results
-from lightning_obs.callbacks.strategies import leave_in_place
-from lightning_obs.callbacks.trainer_session import TrainerSession, describe, state_in_checkpoint
+from lightning_obs.callbacks.trainer_session import TrainerSession, describe, leave_in_place, state_in_checkpoint
 from lightning_obs.errors import CalibrationError, require_bool, require_kind
 from lightning_obs.files.tensors import Progress
 from lightning_obs.numerics.histogram import Support

@@ -1,4 +1,4 @@
-"""A Trainer's strategy: how its ranks communicate, which data they share, and where it puts the model."""
+"""A Trainer's strategy: how its ranks communicate, and which data they share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import class_of
 from lightning_obs.errors import CalibrationError
-from lightning_obs.model.offload import stay_put
 from lightning_obs.observers import Observer
 from lightning_obs.observers.statistic import merges_extremes_only
 from lightning_obs.ranks.collectives import Collectives, Op, all_ranks_answer, gather_objects
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 #: strategies of packages that ``class_of`` does not look into, whose ranks may hold a part of the weights only
 _THIRD_PACKAGES = ("ColossalAIStrategy",)
@@ -76,37 +75,19 @@ def _is_of_third_package(strategy: object) -> bool:
     return any(cls.__name__ in _THIRD_PACKAGES for cls in type(strategy).__mro__)
 
 
-def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
-    """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched; called in ``setup``.
-
-    The Trainer calls ``model.to(device)`` before the run and ``model.cpu()`` in ``strategy.teardown()``, its last act.
-    Neither moves such modules, until the teardown has ended.
-    """
-    undo = stay_put(pl_module)
-    strategy_attributes = vars(trainer.strategy)
-    teardown = trainer.strategy.teardown
-
-    def teardown_in_place() -> None:
-        strategy_attributes.pop("teardown", None)  # of two callbacks, the first has removed its function already
-        try:
-            teardown()
-        finally:
-            undo()
-
-    strategy_attributes["teardown"] = teardown_in_place
-
-
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
     """Refuse statistics that tensor parallelism makes wrong: its ranks see the same data, or parts of its features.
 
     The smallest and the largest value over all ranks are those of the whole tensor, however it is shared. A sum counts
     shared data once for each rank, and is right for split features only if it is a sum over features.
 
+    Called under a strategy of several ranks, once the session is made.
+
     Raises:
         CalibrationError: an observer that keeps more than extremes, or several scales.
     """
     strategy = trainer.strategy
-    if not class_of(strategy, "ModelParallelStrategy") or trainer.world_size == 1:
+    if not class_of(strategy, "ModelParallelStrategy"):
         return
     if strategy.device_mesh["tensor_parallel"].size() == 1:
         return

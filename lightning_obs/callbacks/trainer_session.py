@@ -23,7 +23,8 @@ from lightning_obs.callbacks.strategies import collectives_of, require_exact
 from lightning_obs.errors import CalibrationError, likely, name_list, require_kind
 from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.kinds import inside_adapted, is_transformers_model, unwrapped, without_wrappers
-from lightning_obs.model.weight import register_shards, reshard
+from lightning_obs.model.weight import register_shards, reshard, stay_put
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.planned_modules import shares_in_float, shares_text
 
 if TYPE_CHECKING:
@@ -70,13 +71,15 @@ class TrainerSession:
         Raises:
             CalibrationError: the module cannot be found, or the options do not fit the model or the strategy.
         """
-        collectives = collectives_of(trainer)
+        has_ranks = trainer.world_size > 1
+        collectives = collectives_of(trainer) if has_ranks else Collectives()
         if isinstance(trainer.strategy.model, nn.Module):
             register_shards(trainer.strategy.model)  # it may hold parameters of the model that is calibrated
         _, model = find_module(pl_module, self.module_path)
         if self.session is None or self.session.model is not model:
             self.session = CalibrationSession(model, options)
-        require_exact(trainer, self.session)
+        if has_ranks:
+            require_exact(trainer, self.session)
         self.session.begin_run(collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         self._pl_module = pl_module
         return self.session
@@ -125,6 +128,26 @@ class TrainerSession:
         """Take the session's hooks off the model. Can be called at any time, any number of times."""
         if self.session is not None:
             self.session.detach()
+
+
+def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
+    """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched; called in ``setup``.
+
+    The Trainer calls ``model.to(device)`` before the run and ``model.cpu()`` in ``strategy.teardown()``, its last act.
+    Neither moves such modules, until the teardown has ended.
+    """
+    undo = stay_put(pl_module)
+    strategy_attributes = vars(trainer.strategy)
+    teardown = trainer.strategy.teardown
+
+    def teardown_in_place() -> None:
+        strategy_attributes.pop("teardown", None)  # of two callbacks, the first has removed its function already
+        try:
+            teardown()
+        finally:
+            undo()
+
+    strategy_attributes["teardown"] = teardown_in_place
 
 
 def state_in_checkpoint(trainer: Trainer, state_key: str) -> dict[str, Any] | None:

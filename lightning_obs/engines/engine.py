@@ -198,8 +198,8 @@ def ask_engines(
 ) -> dict[str, Verdict]:
     """Ask every engine once: the verdict of each by its name.
 
-    Called when the modules of a session are planned, before any data. A model that is not of transformers has no
-    verdicts: only the target is asked about it.
+    Called when the modules of a session are planned, before any data. Only the target is asked about a model that is
+    not of transformers.
 
     Args:
         planned: the checkpoint.
@@ -213,11 +213,12 @@ def ask_engines(
     if hardware == Hardware():
         warn(f"{target.name} loads the checkpoint, but no hardware has kernels for all of its schemes")
     verdicts: dict[str, Verdict] = {}
+    in_transformers = is_transformers_model(planned.model)
     for engine in ENGINES.values():
-        if engine is target or engine.remarks_on_others:
+        if engine is target or (in_transformers and engine.remarks_on_others):
             for text in engine.remarks(planned, engine is target):
                 warn(text)
-        is_reported = engine.listed and is_transformers_model(planned.model)
+        is_reported = in_transformers and engine.listed
         if engine is target and (engine in further_engines or is_reported):
             verdicts[engine.name] = Verdict(True, str(hardware or ""))
         elif engine in further_engines:

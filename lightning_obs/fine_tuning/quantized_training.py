@@ -308,10 +308,12 @@ class QuantizedTraining:
         On several ranks every rank must call this, as Lightning does: they have seen different data.
         """
         session = self.session
+        readers = session.observation.calls.readers
         state: dict[str, Any] = {"phase": self.phase.value, "batches": session.batches}
         if self.phase in (Phase.OBSERVING, Phase.GATHERED):
             state["observed"] = dump_observation(session.data_observers, session.collectives)
-            state["readers"] = session.observation.calls.readers.state_dict()
+            if readers is not None:
+                state["readers"] = readers.state_dict()
         elif not self._weights_stay:  # for a weight's next observation, the same on all ranks
             state["statistics"] = dump_statistics(self._input_observers)
         if self.learned is not None:
@@ -332,7 +334,9 @@ class QuantizedTraining:
         session.count_batches(0, after=state["batches"])
         load_statistics(session.data_observers, state.get("statistics", {}))
         if "observed" in state:
-            session.observation.calls.readers.add([state["readers"]])
+            readers = session.observation.calls.readers
+            if readers is not None:
+                readers.add([state["readers"]])
             is_loaded = load_observation(session.data_observers, state["observed"], session.collectives)
             if not is_loaded:
                 self.give_up()

@@ -169,6 +169,17 @@ def holds_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
+def may_hold_experts(model: nn.Module) -> bool:
+    """Whether any module could hold experts, stacked or one by one (:mod:`lightning_obs.moe.experts`)."""
+    return any(is_named_experts(name, module) for name, module in model.named_modules())
+
+
+def is_named_experts(name: str, module: nn.Module) -> bool:
+    """Whether a module is called like experts, or counts them."""
+    is_called_experts = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
+    return is_called_experts or hasattr(module, "num_experts")
+
+
 def count_heads(model: Any) -> dict[str, int]:
     """How many heads the q, k and v of a transformers model, or of its attention module, have.
 

@@ -7,7 +7,7 @@ Here both are the same: a module is :data:`at_rest`, where metadata cost nothing
 of a block, on the device on which it computes (:func:`execution_device`).
 
 Nobody else moves dispatched modules: Lightning calls ``model.to(device)`` before a run and ``model.cpu()`` after it,
-and both leave them where they are (:func:`stay_put`).
+and both leave them where they are (:func:`~lightning_obs.model.weight.stay_put`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch import nn
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_dispatched
-from lightning_obs.model.mark import make_mark, mark_of, set_attributes
+from lightning_obs.model.mark import make_mark, mark_of
 
 #: converts one tensor: the argument of ``nn.Module._apply``
-_Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+Conversion: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 #: a block in which structure can be read, also by ``parameters()`` and ``state_dict()``, and nothing is loaded; a model
 #: that compressed-tensors has dispatched must not run meanwhile
@@ -212,26 +212,26 @@ def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------------- dispatched modules are not moved
 
 
-def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing."""
+def apply_in_place(root: nn.Module, conversion: Conversion, recurse: bool) -> nn.Module:
+    """``nn.Module._apply`` of a model with dispatched modules, which stay where they are; see :func:`.stay_put`.
 
-    def apply(conversion: _Conversion, recurse: bool = True) -> nn.Module:
-        register_offload(root)
-        dispatched = [module for module in root.modules() if module is not root and is_dispatched(module)]
+    Raises:
+        CalibrationError: the conversion would change the dtype of a dispatched module's tensors.
+    """
+    register_offload(root)
+    dispatched = [module for module in root.modules() if module is not root and is_dispatched(module)]
+    for module in dispatched:
+        vars(module)["_apply"] = partial(_apply_below, module)
+    try:
+        with at_rest():
+            apply_to = _apply_below if is_dispatched(root) else type(root)._apply
+            return apply_to(root, conversion, recurse)
+    finally:
         for module in dispatched:
-            vars(module)["_apply"] = partial(_apply_below, module)
-        try:
-            with at_rest():
-                apply_to = _apply_below if is_dispatched(root) else type(root)._apply
-                return apply_to(root, conversion, recurse)
-        finally:
-            for module in dispatched:
-                del vars(module)["_apply"]
-
-    return set_attributes(root, _apply=apply)
+            del vars(module)["_apply"]
 
 
-def _apply_below(module: nn.Module, conversion: _Conversion, recurse: bool = True) -> nn.Module:
+def _apply_below(module: nn.Module, conversion: Conversion, recurse: bool = True) -> nn.Module:
     """``nn.Module._apply`` of a dispatched module: its own tensors stay, the modules below it are asked.
 
     Raises:

@@ -8,7 +8,7 @@ DTensor. :func:`held` does all of this for a weight. LoRA adapters beside a weig
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,8 +21,16 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lightning_obs.model.fsdp1 import gathered, register_fsdp_units
 from lightning_obs.model.kinds import is_dispatched, register_adapters, to_matrix
-from lightning_obs.model.mark import mark_of
-from lightning_obs.model.offload import at_rest, brought_in, brought_in_by, register_offload, source_of
+from lightning_obs.model.mark import mark_of, set_attributes
+from lightning_obs.model.offload import (
+    Conversion,
+    apply_in_place,
+    at_rest,
+    brought_in,
+    brought_in_by,
+    register_offload,
+    source_of,
+)
 from lightning_obs.model.place import Place
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -46,6 +54,17 @@ def register_shards(root: nn.Module) -> None:
     """Note where FSDP1 keeps parameters (:func:`register_fsdp_units`), in a process that has ranks to shard over."""
     if dist.is_initialized():
         register_fsdp_units(root)
+
+
+def stay_put(root: nn.Module) -> Callable[[], None]:
+    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing."""
+
+    def apply(conversion: Conversion, recurse: bool = True) -> nn.Module:
+        if any(map(is_dispatched, root.modules())):
+            return apply_in_place(root, conversion, recurse)
+        return type(root)._apply(root, conversion, recurse)
+
+    return set_attributes(root, _apply=apply)
 
 
 # ---------------------------------------------------------------------- metadata of a weight

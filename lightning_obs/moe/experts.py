@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.conversions import stacked_weights
-from lightning_obs.model.kinds import is_dispatched, require_transformers
+from lightning_obs.model.kinds import is_dispatched, is_named_experts, require_transformers
 from lightning_obs.model.weight import whole_shape
 
 
@@ -329,8 +329,7 @@ def routers(model: nn.Module) -> list[str]:
 
 def _stacks_experts(name: str, module: nn.Module) -> bool:
     """Whether a module is called like experts, or counts them, and has a parameter of three dimensions itself."""
-    is_named_so = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
-    if not is_named_so and not hasattr(module, "num_experts"):
+    if not is_named_experts(name, module):
         return False
     for key, _ in module.named_parameters(recurse=False):
         shape = whole_shape(module, key)

@@ -26,6 +26,7 @@ from lightning_obs.model.kinds import (
     is_adapted,
     is_transformers_model,
     kind_of,
+    may_hold_experts,
     register_adapters,
     require_transformers,
 )
@@ -74,7 +75,8 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     targets = [target for target in targets if target.name not in left_out]
     ignore += left_out
     config.ignore = ignore
-    check_stacked_experts(model, list(groups_by_target), ignore)
+    if may_hold_experts(model):
+        check_stacked_experts(model, list(groups_by_target), ignore)
     _check_any_left(model, targets, list(groups_by_target), ignore)
     _warn_idle_targets(targets, groups_by_target)
     check_targets(model, targets)
