@@ -183,7 +183,7 @@ def fine_tuned(row: dict[str, Any], source: Any, text: TextData, folder: Path) -
     trainer = Trainer(max_steps=row["steps"], callbacks=[callback], limit_val_batches=1, accelerator="cpu", **quiet)
     trainer.fit(CausalLM(source), text)  # and validate, at the end of these steps: that is what is exported
     callback.export(folder)
-    return callback.result.engines["vLLM"]
+    return callback.result.plan.engines["vLLM"]
 
 
 def lacks_a_kernel(answer: dict[str, Any]) -> bool:

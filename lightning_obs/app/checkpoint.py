@@ -70,9 +70,9 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
     if not job.trainer.is_global_zero:
         return []
     lines: list[str] = []
-    if job.config.export.verify and _can_be_loaded_here(job, result.engines):
+    if job.config.export.verify and _can_be_loaded_here(job, result.plan.engines):
         lines = _verify(job, folder)
-    return [*lines, *closing_lines(folder, result.engines)]
+    return [*lines, *closing_lines(folder, result.plan.engines)]
 
 
 def _export(job: Job, folder: Path) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.observation import CalibrationResult, Observation, PlanSummary
 from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
 from lightning_obs.calibration.unreached import left_in_float_without_data
@@ -293,15 +293,18 @@ def result_of(observation: Observation, skipped: Collection[str] = ()) -> Calibr
         observation: has the plan.
         skipped: names of modules that are left in full precision.
     """
-    return CalibrationResult(
-        scheme=observation.options.label,
-        modules=[target.name for target in observation.plan.targets],
-        observers=len(observation.observers),
+    plan = PlanSummary(
         fused=observation.inseparable,
         left_out=observation.plan.left_out,
         in_float=shares_in_float(observation.model, observation.plan.targets, skipped),
         engines=observation.engines,
+    )
+    return CalibrationResult(
+        scheme=observation.options.label,
+        modules=[target.name for target in observation.plan.targets],
+        observers=len(observation.observers),
         ranks=observation.collectives.size,
+        plan=plan,
     )
 
 

@@ -302,6 +302,24 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
 
+@dataclass
+class PlanSummary:
+    """What the plan of a calibration says of the quantized model.
+
+    Attributes:
+        fused: groups of modules that an engine takes quantized as a whole or not at all.
+        left_out: modules of a targeted class that cannot be quantized, by name the reason (tied to an embedding, say).
+        in_float: the share of the model's bytes that stays in float, by class of module, largest first; biases of
+            quantized modules do not count. None: not known.
+        engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
+    """
+
+    fused: list[list[str]] = field(default_factory=list)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    in_float: Mapping[str, float] | None = None
+    engines: Mapping[str, Verdict] = field(default_factory=dict)
+
+
 @dataclass(repr=False)
 class CalibrationResult:
     """The result of a calibration.
@@ -322,11 +340,7 @@ class CalibrationResult:
             mask leaves padding out, except in experts that are not of this package.
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
-        fused: groups of modules that an engine takes quantized as a whole or not at all.
-        left_out: modules of a targeted class that cannot be quantized, by name the reason (tied to an embedding, say).
-        in_float: the share of the model's bytes that stays in float, by class of module, largest first; biases of
-            quantized modules do not count. None: not known.
-        engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
+        plan: what was known of the quantized model before the data.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.
     """
@@ -343,10 +357,7 @@ class CalibrationResult:
     skipped: list[str] = field(default_factory=list)
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
-    fused: list[list[str]] = field(default_factory=list)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    in_float: Mapping[str, float] | None = None
-    engines: Mapping[str, Verdict] = field(default_factory=dict)
+    plan: PlanSummary = field(default_factory=PlanSummary)
     ranks: int = 1
     collectives: int = 0
 
@@ -362,8 +373,8 @@ class CalibrationResult:
         if has_ranks:
             facts["collectives"] = str(self.collectives)
         facts["calibration"] = f"{self.seconds:.1f} s"
-        if self.in_float is not None:
-            facts["left in float"] = shares_text(self.in_float)
+        if self.plan.in_float is not None:
+            facts["left in float"] = shares_text(self.plan.in_float)
         return facts
 
     def line(self, between: str) -> str:
@@ -384,7 +395,7 @@ class CalibrationResult:
         """Ten lines at most; the tensors are in :attr:`qparams`."""
         facts = self.facts()
         total = sum(value.nbytes for value in self.qparams.values())
-        left_out = [f"{name} ({reason})" for name, reason in self.left_out.items()]
+        left_out = [f"{name} ({reason})" for name, reason in self.plan.left_out.items()]
         rows = facts | {
             "modules": f"{facts['modules']}: {name_list(self.modules, 3)}",
             "observers": f"{facts['observers']}, {self.measurements} measurements of activations",

@@ -395,7 +395,7 @@ def _groups(module_names: Sequence[str], sessions: Mapping[str, CalibrationSessi
     """The modules ``module_names`` in sets that must have one scheme."""
     sets = {name: {name} for name in module_names}  # by module, the modules that must have its scheme
     for session in sessions.values():
-        for fused in session.result.fused if session.result else ():
+        for fused in session.result.plan.fused if session.result else ():
             union: set[str] = set()
             for name in fused:
                 union |= sets[name]

@@ -194,13 +194,13 @@ class Report:
     def poor_layers(self) -> list[str]:
         """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 
-        Modules that must share a scheme (q, k, v; gate, up: ``result.fused``) are named together.
+        Modules that must share a scheme (q, k, v; gate, up: ``result.plan.fused``) are named together.
         """
         poor: dict[str, None] = {}
         for error in self.errors:
             if error.sqnr < POOR_SQNR:
                 poor[error.name] = None
-        fused = () if self.result is None else self.result.fused
+        fused = () if self.result is None else self.result.plan.fused
         for members in fused:
             if not poor.keys().isdisjoint(members):
                 poor |= dict.fromkeys(members)

@@ -67,12 +67,12 @@ def _uses(report: Report) -> list[Step]:
     path = path_from_here(checkpoint)
     architecture = _architecture(checkpoint)
     steps = []
-    vllm = report.result.engines.get("vLLM")
+    vllm = report.result.plan.engines.get("vLLM")
     generates = architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
     if vllm is not None and vllm.loads and generates:
         reason = f"it runs on {vllm.text or 'any hardware'}"
         steps.append(Step("serve", "Serve it with vLLM", reason, f'vllm.LLM("{path}")', {"checkpoint": path}))
-    transformers = report.result.engines.get("transformers")
+    transformers = report.result.plan.engines.get("transformers")
     if architecture and transformers is not None and transformers.loads:
         python = f'transformers.{architecture}.from_pretrained("{path}")'
         steps.append(Step("load", "Load it with transformers", "it needs compressed-tensors beside it", python))

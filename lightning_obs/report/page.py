@@ -176,7 +176,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["lines"] = as_names(report.lines)
     data["engines"] = {}
     if report.result is not None:
-        for name, verdict in report.result.engines.items():
+        for name, verdict in report.result.plan.engines.items():
             data["engines"][name] = asdict(verdict)
     data["layers"] = list(_layers(report))
     data["runs"] = [{**run, "quality": quality_of(run)} for run in report.runs]
@@ -222,7 +222,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["shown"] = columns
     shown["poor"] = POOR_SQNR
     shown["lost"] = report.lost
-    shown["fused"] = [] if report.result is None else report.result.fused
+    shown["fused"] = [] if report.result is None else report.result.plan.fused
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
     return template.render(

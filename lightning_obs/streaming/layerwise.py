@@ -354,7 +354,7 @@ class _LayerwiseRun:
     def complete(self, new_folder: Path) -> None:
         """Put the files of all parts into the folder of the new checkpoint, and write its other files, on rank 0."""
         self._finished.require_whole()
-        self.result.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)
+        self.result.plan.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)
         for file in sorted(set(self._file_of_tensor.values())):
             os.link(self._unfinished.folder / file, new_folder / file)
         write_index(new_folder, self._file_of_tensor, self._files.tally.done)

@@ -62,8 +62,8 @@ def test_an_engine_s_verdict_names_and_fused_sets_are_those_of_the_run(tiny_engi
     options = {"targets": ["re:.*mlp.*_proj", "re:.*(q|k|v)_proj"], "ignore": ["re:.*down_proj"], "engines": "tiny"}
     with CalibrationSession(model, "INT8_STATIC", **options) as session, torch.no_grad():
         model(**batches[0])
-    assert session.result.engines["Tiny"].text == "CPU"
-    assert ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"] in session.result.fused
+    assert session.result.plan.engines["Tiny"].text == "CPU"
+    assert ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"] in session.result.plan.fused
     export_checkpoint(model, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert "model.layers.0.feed_forward.down_proj" in config["ignore"]

@@ -231,7 +231,7 @@ def calibrated(scheme="INT8_STATIC"):
 
 def test_all_its_weights_are_quantized():
     model, result = calibrated()
-    assert set(result.in_float) == {"LayerNorm"}
+    assert set(result.plan.in_float) == {"LayerNorm"}
     x = torch.randn(2, 8, 16)
     with torch.no_grad():
         in_float = model(x)

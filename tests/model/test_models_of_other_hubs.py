@@ -76,7 +76,7 @@ def test_a_model_of_another_library_is_calibrated_exported_and_loaded_as_a_plain
     assert not is_transformers_model(model)
     with torch.no_grad(), CalibrationSession(model, SCHEME) as session:
         model(x)
-    assert session.result.engines == {}  # engines load transformers' models
+    assert session.result.plan.engines == {}  # engines load transformers' models
     export_checkpoint(model, tmp_path / "out")
     assert {file.name for file in (tmp_path / "out").iterdir()} >= {"config.json", "model.safetensors"}
     loaded = load_checkpoint(kind(), tmp_path / "out").eval()

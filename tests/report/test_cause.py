@@ -29,7 +29,7 @@ def test_the_cause_and_the_step_that_leaves_layers_out_speak_of_the_same_layers(
     errors = [*poor, layer("layers.3.v_proj", 14.0), *(layer(f"layers.3.{x}_proj", 30.0) for x in "qko")]
     errors += [layer(f"layers.{i}.up_proj", 17.0) for i in range(3)]
     report = run(errors=errors)
-    report.result.fused = [[f"layers.3.{x}_proj" for x in "qkv"]]
+    report.result.plan.fused = [[f"layers.3.{x}_proj" for x in "qkv"]]
     judgement = judge(report)
     assert judgement.cause.startswith(
         "5 of 9 layers hold 73 % of the noise: 2 down_proj, layers.3.v_proj, 2 fused with these. "

@@ -67,7 +67,7 @@ def test_a_good_run_is_told_what_takes_its_checkpoint(tmp_path, monkeypatch, tak
     if kind:
         (tmp_path / "a run/config.json").write_text(json.dumps({"architectures": [kind]}))
     report = run(checkpoint=tmp_path / "a run", **GOOD)
-    report.result.engines = {name: Verdict(True, "CPU") for name in takes}
+    report.result.plan.engines = {name: Verdict(True, "CPU") for name in takes}
     steps = {step.name: step for step in judge(report).steps}
     assert list(steps) == expected
     assert python in steps["load"].python

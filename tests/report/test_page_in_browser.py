@@ -133,7 +133,7 @@ def test_a_layer_shows_what_was_observed_what_its_scale_holds_its_levels_and_its
     )
     report.layers = {error.name: four_bits for error in report.errors}
     name, *others = report.result.modules
-    report.result.fused = [[name, *others[:2]]]
+    report.result.plan.fused = [[name, *others[:2]]]
     browser.open(write_report(tmp_path, report), fragment=f"#layer={name}")
     shown = {"observed": 1, "chosen": 1, "level": 16, "out": 2}
     found = {one: browser.run(f"document.querySelectorAll('#layer svg.histogram .{one}').length") for one in shown}
@@ -243,7 +243,7 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
 @in_chromium
 def test_the_page_says_what_each_engine_says_and_why_not(tmp_path, browser):
     report = made_up(6, checkpoint="out")
-    report.result.engines = {
+    report.result.plan.engines = {
         "vLLM": Verdict(True, "CUDA 7.5 or newer"),
         "SGLang": Verdict(False, "long", "no such scheme"),
     }
@@ -258,7 +258,7 @@ def test_the_page_says_what_each_engine_says_and_why_not(tmp_path, browser):
 def test_a_step_without_a_command_shows_its_python_under_either_switch(tmp_path, browser):
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     report = made_up(6, checkpoint=tmp_path, metrics={"perplexity": (14.8, 14.9)}, choices={})
-    report.result.engines = {"transformers": Verdict(True), "vLLM": Verdict(True, "CPU")}
+    report.result.plan.engines = {"transformers": Verdict(True), "vLLM": Verdict(True, "CPU")}
     judgement = judge(report)
     serve, load = judgement.steps
     serve = replace(serve, command="vllm serve checkpoint")

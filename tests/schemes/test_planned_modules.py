@@ -208,7 +208,7 @@ def test_the_attention_of_a_transformer_encoder_is_named_with_its_share():
     result = run(model, torch.randn(2, 5, 64))
     attention = bytes_of(*(layer.self_attn for layer in model.encoder.layers)) / bytes_of(model)
     norms = bytes_of(*(m for m in model.modules() if isinstance(m, nn.LayerNorm))) / bytes_of(model)
-    assert result.in_float == pytest.approx({"MultiheadAttention": attention, "LayerNorm": norms})
+    assert result.plan.in_float == pytest.approx({"MultiheadAttention": attention, "LayerNorm": norms})
     assert 0.33 < attention < 0.34
     assert result.line(", ").endswith(
         " s, left in float: MultiheadAttention 33 % (linearize_attention makes it Linears), others <1 %"
@@ -235,14 +235,14 @@ def test_a_module_that_no_data_reached_is_left_in_float():
     session = CalibrationSession(model, STATIC_8, on_missing="warn")
     with pytest.warns(CalibrationWarning, match="no data reached"), session:
         model["used"](torch.randn(2, 8))
-    assert session.result.in_float == {"Linear": 0.75}
+    assert session.result.plan.in_float == {"Linear": 0.75}
 
 
 def test_a_scheme_of_activations_alone_leaves_all_weights_in_float():
     model = nn.Sequential(nn.Linear(8, 8))
     with CalibrationSession(model, {"input_activations": STATIC_8["input_activations"]}) as session:
         model(torch.randn(2, 8))
-    assert session.result.in_float == {"Linear": 1.0}
+    assert session.result.plan.in_float == {"Linear": 1.0}
 
 
 def test_where_nothing_is_left_that_is_said_too():
@@ -255,5 +255,5 @@ def test_a_tied_weight_counts_once(tiny_llama):
     with CalibrationSession(model := LlamaForCausalLM(tied), "W8A8") as session:
         pass
     embedding = model.model.embed_tokens.weight.nbytes / bytes_of(model)
-    assert session.result.in_float["Embedding"] == pytest.approx(embedding)
-    assert set(session.result.in_float) == {"Embedding", "LlamaRMSNorm"}
+    assert session.result.plan.in_float["Embedding"] == pytest.approx(embedding)
+    assert set(session.result.plan.in_float) == {"Embedding", "LlamaRMSNorm"}

@@ -73,7 +73,7 @@ class Weights(Task):
             f"{megabytes_before:,.1f} MB -> {megabytes_after:,.1f} MB · "
             f"left in float: {result.facts()['left in float']}"
         )
-        for line in closing_lines(self.config.export.folder, result.engines):
+        for line in closing_lines(self.config.export.folder, result.plan.engines):
             say(line)
 
     @property

@@ -62,7 +62,7 @@ def test_the_fit_goes_on_without_the_layer_and_names_it_before_the_first_batch(e
     assert [message.startswith(left) for message in messages[1:]] == [True, True]
     assert callback.result.modules == ["net.0", "net.2"]
     assert callback.result.skipped == ["auxiliary"]
-    assert callback.result.in_float["Linear"] == pytest.approx(18 / 196)
+    assert callback.result.plan.in_float["Linear"] == pytest.approx(18 / 196)
     assert ("val_loss_quantized" in runner.callback_metrics) is evaluate
     assert not hooks_on(module)
     loaded, x = load_checkpoint(WithAuxiliaryHead(), tmp_path / "out").eval(), torch.randn(4, 8)

@@ -44,7 +44,7 @@ def on_calibrate(rank, ranks, policy, entry, cases, folder, how):
         run(fsdp1_trainer(callback, policy=policy, ranks=ranks, **how), Module(), entry)
         callback.export(folder / str(number))
         found.append(callback.result)
-    return [(result.qparams, result.modules, result.fused, result.collectives) for result in found]
+    return [(result.qparams, result.modules, result.plan.fused, result.collectives) for result in found]
 
 
 @pytest.mark.slow_but_first
