@@ -33,17 +33,13 @@ from lightning_obs.callbacks.session_callback import (
 from lightning_obs.callbacks.strategies import collectives_of
 from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.choice.observer_choice import Candidates, ObserverChoice
-from lightning_obs.errors import CalibrationError, name_list, refuse, refuse_unknown, require_bool, warn
+from lightning_obs.errors import name_list, refuse, refuse_unknown, require_bool, warn
 from lightning_obs.files.sealed import sealed
 from lightning_obs.report.predictions import Moved
-from lightning_obs.report.summary import layer_table, print_report
 from lightning_obs.schemes.config import SchemeLike
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
-
-#: layers in the table that ``trainer.validate`` prints
-_LAYERS_SHOWN = 5
 
 
 class CalibrationCallback(SessionCallback):
@@ -189,6 +185,11 @@ class CalibrationCallback(SessionCallback):
         """How far the last validation's quantized predictions are from the unquantized ones; None: not measured."""
         return None if self.quantized_metrics is None else self.quantized_metrics.moved
 
+    @property
+    def metrics(self) -> dict[str, tuple[float | None, float | None]]:
+        """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
+        return self.results.metrics
+
     # ------------------------------------------------------------------ before the first batch
 
     @override
@@ -265,34 +266,15 @@ class CalibrationCallback(SessionCallback):
                 with trainer.precision_plugin.val_step_context():
                     self.trainer_session.session = self.auto.choose(self.session)
                 self.options = self.auto.options
-            if self._finalize():
-                self._show_calibration(trainer, pl_module)
+            if self.trainer_session.finalize():
+                is_printed = self.show and trainer.state.fn == TrainerFn.VALIDATING
+                self.results.show_calibration(trainer, pl_module, is_printed)
+            elif self.quantized_metrics is not None and not self.trainer_session.has_calibrated:
+                self.quantized_metrics.stop()
         if self.quantized_metrics is not None:
             self.quantized_metrics.measure(trainer, pl_module, self.trainer_session, self.results.log_prefix)
 
     on_test_epoch_end = on_validation_epoch_end
-
-    def _finalize(self) -> bool:
-        """Compute the qparams and write them to the modules; False, with a warning, if data are missing in a fit."""
-        try:
-            self.trainer_session.finalize()
-        except CalibrationError as error:
-            session = self.session
-            if session is None or not (session.observation.is_fitting and session.observation.lacks_data):
-                raise
-            warn(f"{self.label}: this validation has calibrated nothing, and the training goes on. {error}")
-            if self.quantized_metrics is not None and not session.has_written:
-                self.quantized_metrics.stop()
-            return False
-        return True
-
-    def _show_calibration(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give a calibration to the loggers, and print its worst layers in ``trainer.validate``."""
-        is_printed = self.show and trainer.state.fn == TrainerFn.VALIDATING
-        errors = self.layer_errors() if is_printed or self.results.logs(trainer) else []
-        self.results.log_calibration(trainer, pl_module, errors)
-        if is_printed and errors and trainer.is_global_zero:
-            print_report(layer_table(errors[:_LAYERS_SHOWN]))
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -264,29 +264,19 @@ class QuantizationAwareTraining(SessionCallback):
 
     # ------------------------------------------------------------------ validate, test and predict
 
-    def _begin_validation(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a validation, unless it has begun; called at its first batch, and on a rank without batches at its end.
-
-        Not in ``on_validation_start``, where a callback that averages weights may still put others into the model.
-        """
-        if self.quantized_fit.validation_is_due(trainer):
-            restore_outside_of_fit(self, trainer)
-            self.prepare(trainer, pl_module)
-            self.quantized_fit.begin_validation(trainer, pl_module, self.batches)
-
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before the first batch observe weights and quantize everything, or observe data for a first calibration."""
-        self._begin_validation(trainer, pl_module)
+        _begin_validation(self, trainer, pl_module)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
         self.results.first_call.watch(self.session)
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the ranges of a first calibration; keep a fit's statistics until training goes on."""
-        self._begin_validation(trainer, pl_module)
+        _begin_validation(self, trainer, pl_module)
         if self.session is not None and self.session.is_attached:
             if trainer.state.fn == TrainerFn.VALIDATING:
                 self.trainer_session.finalize()
@@ -358,6 +348,17 @@ class QuantizationAwareTraining(SessionCallback):
         """Leave nothing behind. On several ranks a half-done observation starts again."""
         self.quantized_fit.give_up_on_ranks(trainer)
         super().on_exception(trainer, pl_module, exception)
+
+
+def _begin_validation(callback: QuantizationAwareTraining, trainer: Trainer, pl_module: LightningModule) -> None:
+    """Begin a validation, unless it has begun; called at its first batch, and on a rank without batches at its end.
+
+    Not in ``on_validation_start``, where a callback that averages weights may still put others into the model.
+    """
+    if callback.quantized_fit.validation_is_due(trainer):
+        restore_outside_of_fit(callback, trainer)
+        callback.prepare(trainer, pl_module)
+        callback.quantized_fit.begin_validation(trainer, pl_module, callback.batches)
 
 
 def _require_distillation(distillation: Distillation) -> None:

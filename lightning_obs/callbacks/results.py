@@ -30,9 +30,13 @@ from lightning_obs.report.layer_errors import LayerError, known_layer_errors, me
 from lightning_obs.report.metrics import ScaleDrift
 from lightning_obs.report.page import write_report
 from lightning_obs.report.step import Step
+from lightning_obs.report.summary import layer_table, print_report
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+#: layers in the table that ``trainer.validate`` prints
+_LAYERS_SHOWN = 5
 
 
 class Results:
@@ -318,6 +322,13 @@ class Results:
         for name, value in numbers.items():
             log_number(pl_module, f"{self.log_prefix}/{name}", value)
         log_layers(trainer, self.log_prefix, session, errors)
+
+    def show_calibration(self, trainer: Trainer, pl_module: LightningModule, is_printed: bool) -> None:
+        """Give a calibration to the loggers, and with ``is_printed`` print its worst layers."""
+        errors = self.layer_errors() if is_printed or self.logs(trainer) else []
+        self.log_calibration(trainer, pl_module, errors)
+        if is_printed and errors and trainer.is_global_zero:
+            print_report(layer_table(errors[:_LAYERS_SHOWN]))
 
     def keep_metrics(self, trainer: Trainer) -> None:
         """Keep the metrics that a validation has logged, when it ends; nothing of ``quant/``, nor of a sanity check."""

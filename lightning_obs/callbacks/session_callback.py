@@ -84,16 +84,6 @@ class SessionCallback(Callback):
         """The result of the last calibration, by this callback or its deep copy; None before it."""
         return self.results.result
 
-    @property
-    def curves(self) -> list[dict[str, float]]:
-        """The metrics that each validation has logged, with their ``step``."""
-        return self.results.curves
-
-    @property
-    def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
-        return self.results.metrics
-
     def export(
         self,
         folder: str | os.PathLike[str],

@@ -20,7 +20,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import RESTORES_IN_FIT_ONLY, TrainerFn, class_of
 from lightning_obs.callbacks.strategies import collectives_of, require_exact
-from lightning_obs.errors import CalibrationError, likely, name_list, require_kind
+from lightning_obs.errors import CalibrationError, likely, name_list, require_kind, warn
 from lightning_obs.files.sealed import require_whole
 from lightning_obs.model.kinds import inside_adapted, is_transformers_model, unwrapped, without_wrappers
 from lightning_obs.model.weight import register_shards, reshard, stay_put
@@ -96,16 +96,27 @@ class TrainerSession:
             )
         return self.session
 
-    def finalize(self) -> None:
+    def finalize(self) -> bool:
         """Compute the quantization parameters of the observed data, write them to the modules, and print the result.
+
+        Returns:
+            Whether it has; in a fit False, with a warning, if the validation lacks data.
 
         Raises:
             CalibrationError: data are missing or not finite. Nothing was written then.
         """
-        assert self.session is not None
+        session = self.session
+        assert session is not None
         reshard(self.pl_module)
-        result = self.session.finalize()
+        try:
+            result = session.finalize()
+        except CalibrationError as error:
+            if not (session.observation.is_fitting and session.observation.lacks_data):
+                raise
+            warn(f"{session.label}: this validation has calibrated nothing, and the training goes on. {error}")
+            return False
         rank_zero_info(f"{result.scheme}: calibrated {result.line(', ')}")
+        return True
 
     def keep_state(self, state: dict[str, Any]) -> None:
         """Keep a checkpoint's state of the callback for the next session; an empty one holds nothing.

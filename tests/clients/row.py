@@ -32,7 +32,7 @@ class Row:
 
     def fit(self, callback) -> None:
         """A fit has ended, in which the callback has measured the quantized model beside the model itself."""
-        self._steps = int(callback.curves[-1]["step"])
+        self._steps = int(callback.results.curves[-1]["step"])
         self._tell("fit", f"{self._steps} steps, {time.perf_counter() - self._began:.1f} s")
         name, (original, quantized) = next(iter(callback.metrics.items()))
         self._tell("quantized metric", f"{name} {original:.4g} -> {quantized:.4g}")
@@ -58,14 +58,14 @@ class Row:
     def qat(self, callback) -> None:
         """A fit through the quantization has ended, and can be exported."""
         callback.export(self.folder / "qat")
-        last = dict(callback.curves[-1])
+        last = dict(callback.results.curves[-1])
         steps = int(last.pop("step"))
         name = next((name for name in last if "val" in name), next(iter(last)))
         self._tell("QAT", f"{steps} steps, {name} {last[name]:.4g}")
 
     def resume(self, callback) -> None:
         """A fit from the first one's checkpoint has ended, and has calibrated."""
-        steps = int(callback.curves[-1]["step"])
+        steps = int(callback.results.curves[-1]["step"])
         assert steps > self._steps, f"{steps} steps, {self._steps} before"
         assert callback.result.modules
         self._tell("resume", f"{self._steps} -> {steps} steps")

@@ -119,7 +119,7 @@ class Finetune(Calibrate):
     def report_facts(self) -> dict[str, Any]:
         """Also the quality before training, and the curve of the quality."""
         facts = super().report_facts()
-        facts["curves"] = self.job.callback.curves or self._measured_curves()
+        facts["curves"] = self.job.callback.results.curves or self._measured_curves()
         facts["calibrated"] = {}
         if self.calibrated is not None:
             facts["calibrated"][self.calibrated.name] = self.calibrated.value

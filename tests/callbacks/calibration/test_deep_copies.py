@@ -34,7 +34,7 @@ def test_the_original_exports_and_reports_what_its_copy_has_calibrated(tmp_path)
     assert callback.result is forecaster.callbacks[0].result
     assert callback.result.modules == ["net.0", "net.2"]
     assert set(callback.metrics) == {"val_loss"}
-    assert len(callback.curves) == 1
+    assert len(callback.results.curves) == 1
     assert len(callback.layer_errors()) == 2
     assert callback.report(tmp_path / "report").is_file()
     callback.export(tmp_path / "out")
