@@ -98,16 +98,19 @@ class ExpertWatch:
             stack.enter_context(patch_attr(holder, "only_sent", True))
         if isinstance(holder, LinearExperts):
             handle = holder.register_forward_hook(lambda *_: self.observe_waiting())
-            stack.callback(keep_hook_out(holder, handle))
+            remove_hook = keep_hook_out(holder, handle)
+            stack.callback(remove_hook)
         for index, expert in enumerate(self.containers[name]):
             count = partial(self._count_tokens, calls, name, index)
             handle = expert.register_forward_pre_hook(count, with_kwargs=True)
-            stack.callback(keep_hook_out(expert, handle))
+            remove_hook = keep_hook_out(expert, handle)
+            stack.callback(remove_hook)
         if self._all_experts:
             reader = self._readers[name]
             run_all = partial(self._run_on_all_tokens, calls, name)
             handle = reader.register_forward_hook(run_all, with_kwargs=True)
-            stack.callback(keep_hook_out(reader, handle))
+            remove_hook = keep_hook_out(reader, handle)
+            stack.callback(remove_hook)
 
     # ------------------------------------------------------------------ activations that wait for other experts
 

@@ -117,7 +117,8 @@ class ObserverHooks:
             observe((*args, *kwargs.values()))
 
         handle = target.module.register_forward_pre_hook(observe_arguments, with_kwargs=True)
-        stack.callback(keep_hook_out(target.module, handle))
+        remove_hook = keep_hook_out(target.module, handle)
+        stack.callback(remove_hook)
 
     def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the outputs of a module."""
@@ -150,10 +151,12 @@ class ObserverHooks:
             module = target.module
             if "output" in target.args:  # after all other hooks: the next module is given what the last one returns
                 handle = module.register_forward_hook(partial(leave, target.name))
-                stack.callback(keep_hook_out(module, handle))
+                remove_hook = keep_hook_out(module, handle)
+                stack.callback(remove_hook)
             if "input" in target.args or target.is_follower:
                 handle = module.register_forward_pre_hook(partial(enter, target.name, target.is_follower))
-                stack.callback(keep_hook_out(module, handle))
+                remove_hook = keep_hook_out(module, handle)
+                stack.callback(remove_hook)
         for module in self._observation.model.modules():
             if is_transparent(module):
                 stack.callback(keep_hook_out(module, module.register_forward_hook(pass_on)))
@@ -344,10 +347,12 @@ def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stac
             observe(output)
 
     handle = module.register_forward_hook(observe_output, prepend=True)
-    stack.callback(keep_hook_out(module, handle))
+    remove_hook = keep_hook_out(module, handle)
+    stack.callback(remove_hook)
     if adapters is not None:
         handle = adapters.register_forward_hook(observe_sum, prepend=True)
-        stack.callback(keep_hook_out(adapters, handle))
+        remove_hook = keep_hook_out(adapters, handle)
+        stack.callback(remove_hook)
 
 
 # ---------------------------------------------------------------------- the calls of the model
@@ -385,7 +390,8 @@ class ModelCalls:
         self._counts_calls = count_calls
         self._token_weights = token_weights
         handle = model.register_forward_pre_hook(self._on_call, with_kwargs=True)
-        stack.callback(keep_hook_out(model, handle))
+        remove_hook = keep_hook_out(model, handle)
+        stack.callback(remove_hook)
         if token_weights is not None:
             token_weights.attach(stack)
 

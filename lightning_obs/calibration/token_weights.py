@@ -91,7 +91,8 @@ class TokenWeights:
         """Compare the predictions of the first call with the copy's; ``stack`` removes the hook."""
         model = self._observation.model
         handle = model.register_forward_hook(self._compare, prepend=True)
-        stack.callback(keep_hook_out(model, handle))
+        remove_hook = keep_hook_out(model, handle)
+        stack.callback(remove_hook)
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a copy of the model forward and backward on copies of the arguments of a call that is about to run.

@@ -56,7 +56,8 @@ class MixedPlan:
     @property
     def bits(self) -> float:
         """Bits per weight, scales included."""
-        return 8 * self.size / self.weights
+        bits = 8 * self.size
+        return bits / self.weights
 
     @property
     def counts(self) -> dict[str, int]:
@@ -260,7 +261,8 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
     if unit:
         bytes_of_unit = _UNITS[unit.upper()]
         return int(number * bytes_of_unit)
-    return int(number * weights / 8)
+    bits = number * weights
+    return int(bits / 8)
 
 
 # ---------------------------------------------------------------------- the knapsack
@@ -348,7 +350,8 @@ def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: M
     weights_of_groups = [float(group.weights) for group in measured.groups]
     weights = np.repeat(weights_of_groups, count)
     for scheme_name, share in shares.items():
-        has_scheme = candidate_numbers == candidates.index(scheme_name)
+        number = candidates.index(scheme_name)
+        has_scheme = candidate_numbers == number
         weights_of_scheme = np.where(has_scheme, weights, 0.0)
         share_of_scheme = weights_of_scheme[None] / measured.weights
         constraints.append(LinearConstraint(share_of_scheme, ub=share))

@@ -295,7 +295,8 @@ def _observed_arguments(config: QuantizationConfig, base_name: str) -> list[Quan
     """The number formats of a scheme's groups for weights or inputs, as far as their ranges are observed."""
     observed: list[QuantizationArgs] = []
     for group in config_groups(config):
-        arguments = getattr(group, _FIELDS[base_name])
+        field = _FIELDS[base_name]
+        arguments = getattr(group, field)
         if arguments is not None and arguments.dynamic is not True:
             observed.append(arguments)
     return observed

@@ -41,7 +41,9 @@ def half_of_range(grid: NumberGrid, dtype: torch.dtype) -> float | None:
     >>> half_of_range(NumberGrid.of(QuantizationArgs(num_bits=4)), torch.float32)
     7.5
     """
-    is_rounded = grid.scale_dtype is not None or grid.global_scale is not None
+    has_scale_dtype = grid.scale_dtype is not None
+    has_global_scale = grid.global_scale is not None
+    is_rounded = has_scale_dtype or has_global_scale
     if not grid.args.symmetric or grid.signed or is_rounded:
         return None
     steps = torch.tensor(grid.high - grid.low).to(dtype)
@@ -66,7 +68,9 @@ def on_device(factors: tuple[float, ...], device: torch.device) -> torch.Tensor:
 def shrink(end: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """One end of a range times a factor, rounded to its own dtype, as it will be stored."""
     wide = torch.promote_types(end.dtype, torch.float32)
-    product = end.to(wide) * factor.to(wide)
+    wide_end = end.to(wide)
+    wide_factor = factor.to(wide)
+    product = wide_end * wide_factor
     return product.to(end.dtype)
 
 
@@ -139,4 +143,6 @@ def last_improvement(improved: torch.Tensor, is_visited: torch.Tensor | None = N
     numbers = torch.arange(1, len(improved) + 1, dtype=dtype, device=improved.device)
     if is_visited is not None:
         numbers = numbers * is_visited
-    return (improved * numbers[:, None]).amax(0).int()
+    column = numbers.unsqueeze(1)
+    improving_numbers = improved * column
+    return improving_numbers.amax(0).int()

@@ -140,7 +140,9 @@ def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
     """
     low = float(occupied.values[0])
     high = float(occupied.values[-1])
-    width = high - low or 1.0
+    width = high - low
+    if width == 0:
+        width = 1.0
     place = (occupied.values.double() - low) / width * bins
     place = place.long().clamp(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=place.device)
@@ -181,7 +183,8 @@ def percentile_range(
     cumulative = numbers.cumsum(0)
     total = int(cumulative[-1])
     share = Fraction(str(percentile)) / 100  # exact: 99.9 % is 999/1000 here, not the nearest float
-    rank = math.ceil(share * total)
+    covered = share * total
+    rank = math.ceil(covered)
     if rank >= total:
         return low, high
     ranks = cumulative.new_tensor([total - rank + 1, rank])
@@ -224,8 +227,10 @@ def candidate_divergences(
     scales = _columns(qparams["scale"], candidates)
     zero_points = _columns(qparams["zero_point"], candidates)
     # Zero is in every range, as in compute_qparams.
-    lower_ends = _columns(lows.clamp(max=0), candidates)
-    upper_ends = _columns(highs.clamp(min=0), candidates)
+    lows = lows.clamp(max=0)
+    highs = highs.clamp(min=0)
+    lower_ends = _columns(lows, candidates)
+    upper_ends = _columns(highs, candidates)
     divergences = []
     for scale, zero_point, low, high in zip(scales, zero_points, lower_ends, upper_ends, strict=True):
         if args.symmetric:  # the format's range, not only the observed one
@@ -272,7 +277,9 @@ class _Distribution:
         spread = counts_of_level * widths / widths_of_level
         covered = counts.sum(1)
         reference = self._with_clipped(counts, inside, low, high)
-        terms = reference * (reference / spread).log()
+        ratio = reference / spread
+        log_ratio = ratio.log()
+        terms = reference * log_ratio
         terms = torch.where(inside, terms, 0)
         divergence = (terms.sum(1) + covered) / self.total - 1
         return torch.where(covered > 0, divergence, torch.inf)
@@ -327,14 +334,17 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
     device = observed.device
     counts = torch.zeros(scales, BINS, dtype=torch.int64, device=device)
     size_of_observation = max(1, observed[0].numel())
-    observations = tile_size(device, _TILE) // size_of_observation  # at once
-    for tile in observed.split(max(1, observations)):
+    values_at_once = tile_size(device, _TILE)
+    observations = values_at_once // size_of_observation
+    observations = max(1, observations)
+    for tile in observed.split(observations):
+        values = tile.bfloat16()
         if on_gpu.can_run(tile):
-            on_gpu.count_patterns(tile.bfloat16(), counts)
+            on_gpu.count_patterns(values, counts)
             continue
         # Unsigned, because a bin is not negative; widened, because an index cannot be uint16. An accelerator's host
         # would wait for bincount.
-        bins = tile.bfloat16().view(torch.uint16)
+        bins = values.view(torch.uint16)
         bins = bins.to(torch.int32, memory_format=torch.contiguous_format)
         if scales > 1:
             first_bins = torch.arange(0, scales * BINS, BINS, dtype=torch.int32, device=device)

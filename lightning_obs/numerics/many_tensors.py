@@ -99,7 +99,8 @@ def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     for indices in _indices_by_device(tensors).values():
         tensors_of_device = [tensors[index] for index in indices]
         magnitudes = torch._foreach_norm(tensors_of_device, torch.inf)
-        numbers = torch.stack(magnitudes).tolist()
+        largest = torch.stack(magnitudes)
+        numbers = largest.tolist()
         for index, number in zip(indices, numbers, strict=True):
             answers[index] = number == 0
     return answers
@@ -138,7 +139,8 @@ def _in_one_transfer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         flat = tensor.contiguous().view(-1)
         as_bytes.append(flat.view(torch.uint8))
         sizes.append(tensor.nbytes)
-    transferred = torch.cat(as_bytes).cpu()
+    all_bytes = torch.cat(as_bytes)
+    transferred = all_bytes.cpu()
     pieces = transferred.split(sizes)
     copies = []
     for tensor, piece in zip(tensors, pieces, strict=True):

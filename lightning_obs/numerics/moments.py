@@ -46,13 +46,15 @@ def measure_moments(observed: torch.Tensor) -> Moments:
 
 def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
     """As :func:`~lightning_obs.numerics.on_gpu.moments`, operation by operation: ``(2, Q)`` in float64."""
-    values = observed.transpose(0, 1).flatten(1)
+    by_scale = observed.transpose(0, 1)
+    values = by_scale.flatten(1)
     scales = len(values)
     sums = torch.zeros(2, scales, dtype=torch.float64, device=observed.device)
     columns = tile_size(observed.device, _TILE)
     height = max(1, columns // values.shape[1])
     for start in range(0, scales, height):
-        rows = slice(start, start + height)
+        stop = start + height
+        rows = slice(start, stop)
         for tile in values[rows].split(columns, dim=1):
             wide = tile.double()
             sums[0, rows] += wide.sum(1)
@@ -66,9 +68,11 @@ def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
     number, sums, squares = moments
     mean = sums / number
     degrees_of_freedom = (number - 1).clamp(min=1)
-    squared_deviations = squares - sums * mean
+    squares_of_mean = sums * mean
+    squared_deviations = squares - squares_of_mean
     variance = squared_deviations / degrees_of_freedom
-    std = variance.clamp(min=0).sqrt()
+    variance = variance.clamp(min=0)
+    std = variance.sqrt()
     return mean, std
 
 
@@ -87,8 +91,10 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sums = torch.zeros(channels, dtype=torch.float64, device=rows.device)
     dtype = torch.float64 if rows.device.type == "cpu" else torch.float32
     height = tile_size(rows.device, _TILE) // max(1, channels)
-    for tile in rows.split(max(1, height)):
-        squares = tile.to(dtype).square()
+    height = max(1, height)
+    for tile in rows.split(height):
+        wide = tile.to(dtype)
+        squares = wide.square()
         sums += squares.sum(0)
     return sums, number
 

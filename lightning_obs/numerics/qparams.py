@@ -112,7 +112,8 @@ def _flatten_attention_state(value: torch.Tensor, base_name: str, strategy: Quan
     """The observations of a state ``(B, H, S, D)``: one for each token."""
     dimensions = "(batch, heads, sequence, head_dim)"
     _check_dimensions(value, f"an attention state {base_name} has four dimensions", dimensions)
-    tokens = value.transpose(1, 2).flatten(0, 1)
+    by_token = value.transpose(1, 2)
+    tokens = by_token.flatten(0, 1)
     if strategy == QuantizationStrategy.TENSOR:
         return tokens.flatten(-2).unsqueeze(-2)
     return tokens.unsqueeze(-2).unsqueeze(-2)
@@ -182,7 +183,8 @@ def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int,
     if args.block_structure:
         _, width = args.block_structure
         return rows, int(width)
-    return rows, int(args.group_size or 1)
+    group_size = args.group_size or 1
+    return rows, int(group_size)
 
 
 def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:

@@ -139,8 +139,9 @@ def _round_blocks(
     number_of_rows = left.shape[1]
     height = max(_ROWS, math.ceil(number_of_rows / _BLOCKS))
     for start in range(0, number_of_rows, height):
-        block = slice(start, start + height)
-        later = slice(start + height, None)
+        stop = start + height
+        block = slice(start, stop)
+        later = slice(stop, None)
         block_left = left[:, block]
         block_step = step[:, block]
         block_zero = zero[:, block]
@@ -149,8 +150,9 @@ def _round_blocks(
         contiguous_step = block_step.contiguous()
         contiguous_zero = block_zero.contiguous()
         _round_rows(contiguous_left, contiguous_step, contiguous_zero, factor, grid, block_levels)
-        if start + height < number_of_rows:
-            rounded = (block_levels - block_zero) * block_step
+        if stop < number_of_rows:
+            steps = block_levels - block_zero
+            rounded = steps * block_step
             error = block_left - rounded
             of_block = output_factor[block, block]
             of_later = output_factor[block, later]

@@ -79,7 +79,8 @@ class ByInputsObserver(Observer):
                 moments = moments.to(value.device)
                 self.combine(self.search_by_moments(moments, value, g_idx))
             elif divides_in_blocks(value, self.args):
-                self.combine(self.measure(value))
+                measured = self.measure(value)
+                self.combine(measured)
             else:
                 super().forward(value, g_idx)
         return self

@@ -208,7 +208,8 @@ class HessianObserver(LocalHessianObserver):
         block = covered_by_scale(self.args, value.shape)
         if self.args.strategy == QuantizationStrategy.BLOCK:
             value = _in_whole_blocks(value, self.args)
-        padding = value.shape[1] - channels
+        padded_channels = value.shape[1]
+        padding = padded_channels - channels
         hessian = pad(moments, (0, padding, 0, padding))
         hessian.diagonal().add_(self.damping)  # the mean of the diagonal is 1
         search = self.search_of(value)

@@ -64,7 +64,8 @@ class MemorylessMSEObserver(Observer):
         if self.base_name != "weight" or not divides_in_blocks(value, self.args):
             return super().forward(value, g_idx)
         with observing(self):
-            self.combine(self._search(value))
+            ranges = self._search(value)
+            self.combine(ranges)
         return self
 
     @override

@@ -207,7 +207,8 @@ class Observer(Statistics, Registry):
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``; called by :meth:`forward`."""
-        self.combine(self.measure(observed))
+        measured = self.measure(observed)
+        self.combine(measured)
 
     def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
         """The statistics of one flattened tensor, in the order of ``statistics``.
@@ -231,7 +232,8 @@ class Observer(Statistics, Registry):
             raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
         if value.numel():
             with observing(self):
-                combine_declared(self, self.measure_inputs(value), of_inputs=True)
+                measured = self.measure_inputs(value)
+                combine_declared(self, measured, of_inputs=True)
 
     # ------------------------------------------------------------------ phase 2
 
@@ -507,7 +509,8 @@ def _combine_shared(
     """
     with observing(observer):
         if kind not in measured:
-            measured[kind] = Measurement(measure(), {})
+            statistics = measure()
+            measured[kind] = Measurement(statistics, {})
         measurement: Measurement = measured[kind]
         names = []
         for statistic in declared_statistics(observer):

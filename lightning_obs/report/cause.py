@@ -65,7 +65,8 @@ def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
     elif _has_unquantized_input(report, error.name):
         input_noise = 0.0
     else:  # a dynamic input was not measured: what the weight does not cause is taken for the input's noise
-        input_noise = max(0.0, noise - weight_noise)
+        further_noise = noise - weight_noise
+        input_noise = max(0.0, further_noise)
     loss = report.decisions.losses.get(error.name, noise)
     if not math.isfinite(loss):
         loss = 0.0
@@ -110,7 +111,8 @@ def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
         return ""
     worst, names = _poor_layers(report, losses)
     if total_loss(worst) < total / 2:
-        worst = _fewest_with(losses, _MOST * total)
+        most = _MOST * total
+        worst = _fewest_with(losses, most)
         names = [layer.name for layer in worst]
     subject = f"{len(worst)} of {len(losses)} layers hold" if len(worst) > 1 else f"{worst[0].name} holds"
     share = percent(total_loss(worst) / total)

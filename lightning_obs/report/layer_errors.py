@@ -100,7 +100,8 @@ def measure_layer_errors(
         for name, module in layers.items():
             probe = _probe(name, inputs, outputs, feeds, counts)
             handle = module.register_forward_hook(probe, with_kwargs=True)
-            stack.callback(keep_hook_out(module, handle))
+            remove_hook = keep_hook_out(module, handle)
+            stack.callback(remove_hook)
         if layers:
             for batch in batches:
                 call_on(model, batch)
@@ -254,7 +255,8 @@ def _probe(
         if counts is not None:
             support = support_of(value)
             if name in counts:
-                support = join_supports(counts[name], support)
+                earlier = counts[name]
+                support = join_supports(earlier, support)
             counts[name] = support
 
     return probe

@@ -94,7 +94,8 @@ def grid_error(
     width = max(1, flat.shape[1])
     height = max(1, tile_size(flat.device, _TILE) // width)
     for start in range(0, len(flat), height):
-        rows = slice(start, start + height)
+        stop = start + height
+        rows = slice(start, stop)
         scale_rows = slice(None) if is_one_scale else rows
         tile = flat[rows].float()
         tile_scale = scale[scale_rows].float()
@@ -105,8 +106,10 @@ def grid_error(
         sums.append(tile_sums)
         code_counts.append(_count_codes(codes, tile.device))
     low, high = torch.aminmax(flat)
-    all_sums = torch.stack(sums).sum(0)
-    all_code_counts = torch.stack(code_counts).sum(0)
+    sums_of_tiles = torch.stack(sums)
+    all_sums = sums_of_tiles.sum(0)
+    counts_of_tiles = torch.stack(code_counts)
+    all_code_counts = counts_of_tiles.sum(0)
     total = ErrorSums(all_sums, low, high, all_code_counts)
     return total if by_token else _with_one_row(total)
 
@@ -204,7 +207,8 @@ def _rounded(
     if levels is None:
         levels = grid.round(steps)
     codes = _codes_of(levels, grid)
-    error = (levels - steps).mul_(scale)
+    error = levels - steps
+    error.mul_(scale)
     return error, clipped, codes
 
 
@@ -246,7 +250,8 @@ def _row_sums(values: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, 
     decibels = zero
     if by_token:
         number_of_rows = zero + len(values)
-        decibels = _decibels(signal, noise).sum()
+        decibels_of_rows = _decibels(signal, noise)
+        decibels = decibels_of_rows.sum()
     number_of_values = zero + values.numel()
     clipped_values = clipped.sum().double()
     totals = [signal.sum(), noise.sum(), cross.sum()]
@@ -255,7 +260,8 @@ def _row_sums(values: torch.Tensor, error: torch.Tensor, clipped: torch.Tensor, 
 
 def _products_by_row(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """For each row of ``(r, G)``, the sum of products, ``(r,)`` in float64."""
-    return (first * second).sum(1).double()
+    products = first * second
+    return products.sum(1).double()
 
 
 def _products(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

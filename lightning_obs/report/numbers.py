@@ -25,7 +25,8 @@ def relative_change(before: float, after: float) -> float | None:
     (0.5, 0.09999999999999998, None)
     """
     if before:
-        return (after - before) / abs(before)
+        change = after - before
+        return change / abs(before)
     return None
 
 

@@ -270,7 +270,8 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
         group = scheme.model_copy(update={"targets": scheme.targets or targets or [*DEFAULT_TARGETS]})
         return QuantizationConfig(config_groups={"group_0": group})
     if isinstance(scheme, str):
-        return _with_followers(_preset(scheme, targets), scheme)
+        group = _preset(scheme, targets)
+        return _with_followers(group, scheme)
     if scheme is not None and not isinstance(scheme, Mapping):
         raise CalibrationError("not a scheme", got=type(scheme).__name__, expected=_EXPECTED)
     if not scheme:

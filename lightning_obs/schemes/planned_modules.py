@@ -91,10 +91,11 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
     for index, target in enumerate(plan.targets):
         if target.name not in names or "output" not in target.args:
             continue
-        scheme = schemes.get(id(target.scheme))
+        key = id(target.scheme)
+        scheme = schemes.get(key)
         if scheme is None:
             scheme = target.scheme.model_copy(update={"output_activations": None, "targets": []})
-            schemes[id(target.scheme)] = scheme
+            schemes[key] = scheme
         scheme.targets.append(target.name)
         plan.targets[index] = replace(target, scheme=scheme)
 

@@ -45,7 +45,8 @@ class _Factors(NamedTuple):
         half = len(first) // 2
         number = torch.arange(-half, half + 1, device=device)[:, None, None]
         step = first[:2].max() - first[:2].min()
-        return cls(first, number * step)
+        around = number * step
+        return cls(first, around)
 
     def of_sweep(self, sweep: int, chosen: torch.Tensor) -> torch.Tensor:
         """The factors that a sweep tries, ``(K, S, T)``, by those that the one before has chosen, ``(S, T)``."""
@@ -161,12 +162,15 @@ def _choose(
     others = others.contiguous().view(scales, -1, shape[1])
     step = max(1, tile_size(values.device, _TILE) // values.numel())
     for first in range(0, count, step):
-        some = slice(first, first + step)
+        stop = first + step
+        some = slice(first, stop)
         error = grid.error(values, *spread.at(some))
-        gradient = (error @ hessian).add_(others)
+        gradient = error @ hessian
+        gradient.add_(others)
         lost[some] = gradient.mul_(error).sum((-1, -2))
     lost.masked_fill_(~lost.isfinite(), torch.inf)
     best = lost.argmin(0)
     error = grid.error(values, *spread.best(best))
-    has_finite = lost.amin(0).isfinite()
+    least = lost.amin(0)
+    has_finite = least.isfinite()
     return torch.where(has_finite, best, -1), error.view(shape)

@@ -88,7 +88,8 @@ def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> R
     ends = torch.stack([low, high]) * search.expand
     if not search.factors:
         return ends[0], ends[1]
-    loop = loop or loop_for(rows, search)
+    if loop is None:
+        loop = loop_for(rows, search)
     visit = _Visit(rows, ends, search, loop)
     # A row that no candidate improved has the number 0, and keeps the expanded range: its factor is 1.
     factors = on_device((1.0, *search.factors), rows.device)
@@ -124,12 +125,14 @@ class _Visit:
             improved = torch.cat(list(self._improved_parts()), 1)
         # As bytes: torch reads flags one by one.
         improves_any = improved.view(torch.uint8).amax(1)
-        return last_improvement(improved, visited(improves_any, limit))
+        is_visited = visited(improves_any, limit)
+        return last_improvement(improved, is_visited)
 
     def _improved_parts(self) -> Iterator[torch.Tensor]:
         """Which candidates improve the rows of each part, ``(C, r)``."""
         at_once = _ERRORS_ON_CPU if self.rows.device.type == "cpu" else _ERRORS
-        length = at_once // len(self.factors)
+        candidates = len(self.factors)
+        length = at_once // candidates
         for part in self.rows.parts(slice(0, self.rows.count), length):
             yield improves(self._errors(part, self.factors))
 

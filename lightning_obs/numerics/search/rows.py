@@ -86,7 +86,8 @@ class Rows:
         """The values of consecutive rows, ``(r, n, g)``."""
         columns = self.view.shape[1]
         first_line = part.start // columns
-        last_line = (part.stop - 1) // columns
+        last_row = part.stop - 1
+        last_line = last_row // columns
         lines = []
         for line in range(first_line, last_line + 1):
             number = line * columns  # of its first row
