@@ -200,9 +200,10 @@ def _qparams_on_host(planned: list[PlannedModule]) -> dict[str, dict[str, torch.
         for key, value in qparams.items():
             if key != ROUNDED and value.device.type != "cpu":
                 places.append((qparams, key))
-    values = to_host([qparams[key] for qparams, key in places])
-    for (qparams, key), value in zip(places, values, strict=True):
-        qparams[key] = value
+    if places:
+        values = to_host([qparams[key] for qparams, key in places])
+        for (qparams, key), value in zip(places, values, strict=True):
+            qparams[key] = value
     return qparams_of_module
 
 
@@ -259,10 +260,11 @@ def _write_tensors(
     with _raised_on_all(ranks):
         if failure is not None:
             raise failure
-        if writer is not None:
+        if writer is not None and small_entries:
             rows_on_host = to_host([entry.rows for entry in small_entries])
             for entry, rows in zip(small_entries, rows_on_host, strict=True):
                 stored.put(writer, entry.name, rows, entry.first, copy=False)
+        if writer is not None:
             stored.finish(writer)
 
 
