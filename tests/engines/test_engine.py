@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
 from lightning_obs.engines.engine import ENGINES
@@ -93,3 +94,10 @@ def test_an_unknown_engine_is_refused_with_the_names_of_all(tiny_engine, tiny_ll
         CalibrationError, match=r"Got 'other', expected 'transformers', 'dequantize', 'vllm', .*'tiny', 'unch"
     ):
         CalibrationSession(tiny_llama(), "W8A8", engines="other")
+
+
+def test_of_a_model_that_is_not_of_transformers_no_other_engine_says_anything():
+    names = ("q_proj", "k_proj", "v_proj")
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
+    session = CalibrationSession(model, "W8A8", targets=["q_proj"])  # vLLM fuses all three; a warning would be an error
+    assert session.engines == {}
