@@ -4,81 +4,33 @@ On less data; what the pages show is printed.
 """
 
 import os
-import re
 import shlex
 import subprocess
-import sys
 import sysconfig
 
 import pytest
 
-from tests.support.in_process import run_script
-from tests.support.lightning_package import MESSAGES, under_the_chosen_name
 from tests.support.markdown import ROOT, blocks, page
+from tests.support.tutorial import Tutorial
 
 PAGE = "\n".join(page(f"docs/guide/{name}.md") for name in ("start", "further", "further_runs"))
-#: (language, content) of every block, in order
-BLOCKS = re.findall(r"```(python|bash|text)\n(.*?)```", PAGE, flags=re.DOTALL)
-INSTALL, *RUNS = (content for language, content in BLOCKS if language == "bash")
-#: what makes the tutorial's project small
 LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=2", "max_epochs=5": "max_epochs=3"}
 LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101"}
-NEW_PROCESS = {"ranks.py"}  # of Lightning's launcher
-
-
-def written(code, folder):
-    """The file that a block of Python is."""
-    code = under_the_chosen_name(code)
-    name = re.match(r"# (\w+[.]py)\n", code)[1]
-    for text, less in LESS.items():
-        code = code.replace(text, less)
-    (folder / name).write_text(code)
-    return name
-
-
-def run(name, folder):
-    if name in NEW_PROCESS:
-        script = [sys.executable, "-W", "ignore", name]
-        done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    else:
-        done = run_script(folder / name, folder=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-def shape(text):
-    """The lines without their numbers, names of layers and widths of columns, which differ on less data."""
-    text = re.sub(r"transformer[.][\w.]+", "layer", text)
-    text = re.sub(r"\b1 batch\b", "1 batches", text)
-    lines = (re.sub(r"-?\d[\d.,]*", "0", line) for line in text.splitlines())
-    return [" ".join(line.split()) for line in lines]
+#: Lightning's launcher starts a second process of it
+NEW_PROCESS = {"ranks.py"}
+TUTORIAL = Tutorial(PAGE, LESS, NEW_PROCESS)
+INSTALL = TUTORIAL.contents("bash")[0]
 
 
 @pytest.mark.slow
 def test_its_files_and_commands_run_in_order_and_print_what_it_shows(tmp_path, caplog):
-    ran, printed = [], ""
-    for language, content in BLOCKS[1:]:
-        if language == "python":
-            written(content, tmp_path)
-        elif language == "bash":
-            python, name = shlex.split(content)
-            assert python == "python"
-            caplog.clear()
-            with caplog.at_level("INFO", logger=MESSAGES):
-                printed = run(name, tmp_path)
-            printed += "\n" + "\n".join(record.message for record in caplog.records)
-            ran.append(name)
-        else:
-            missing = [line for line in shape(content) if line not in shape(printed)]
-            assert not missing, f"{ran[-1]} printed\n{printed}"
-    assert len(ran) == len(RUNS) == PAGE.count("```text")
+    TUTORIAL.run(tmp_path, caplog, skip=1)
+    assert len(TUTORIAL.contents("bash")) - 1 == PAGE.count("```text")
     assert (tmp_path / "report" / "report.html").is_file()
 
 
 def test_no_file_of_it_is_left_unrun():
-    files = {re.match(r"# (\w+)[.]py\n", code)[1] for code in blocks(PAGE, "python")}
-    imported = set(re.findall(r"^from (\w+) import", "\n".join(blocks(PAGE, "python")), flags=re.MULTILINE))
-    assert files - {shlex.split(command)[1].removesuffix(".py") for command in RUNS} == files & imported
+    assert not TUTORIAL.files_left_unrun()
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A Lightning module in int8 as a program of torch.export, which ExecuTorch and torch.compile take.
 
-python examples/15_program.py --out digits.pt2
+python examples/12_program.py --out digits.pt2
 """
 
 import argparse
