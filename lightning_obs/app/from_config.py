@@ -27,6 +27,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.model.weight import stay_put
 from lightning_obs.schemes.config import PRESET, as_names
+from lightning_obs.schemes.recipes import RECIPES, Recipe, RecipeLike
 
 
 def plain(node: Any) -> Any:
@@ -62,7 +63,16 @@ def make_options(config: DictConfig) -> CalibrationOptions:
         fused_sets=plain(config.fused_sets),
         join_fused_scales=config.join_fused_scales,
         rounding=plain(config.rounding),
+        recipe=_recipe(plain(config.recipe)),
     )
+
+
+def _recipe(choices: dict[str, Any]) -> RecipeLike:
+    """The recipe of the config: its name, unless the user has changed its choices."""
+    recipe = Recipe.of(choices)
+    if recipe is None or recipe != RECIPES.get(recipe.name):
+        return recipe
+    return recipe.name
 
 
 def _with_group_size(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:

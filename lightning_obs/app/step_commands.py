@@ -153,7 +153,7 @@ _CHANGES = {
     "export": _Change(["export=checkpoint"], keys=["export.folder", "export.file", "export.base"]),
     "measure": _Change(["evaluate=true"]),
     "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
-    "rounding": _Change(["weight_observer=hessian", "rounding=gptq"], groups=["weight_observer", "rounding"]),
+    "rounding": _Change(["recipe=accurate"], groups=["weight_observer", "rounding", "recipe"]),
     "fine_tune": _Change(["task=finetune"], groups=["task"], keys=["budget"]),
     "untrained": _Change(["task=calibrate"], groups=["task"], keys=["data.train_batches"]),
 }

@@ -18,6 +18,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.fitted_recipe import fitted_options
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.output_readers import OutputReaders
@@ -33,6 +34,7 @@ from lightning_obs.moe.experts import LinearExperts, expert_containers
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
 from lightning_obs.observers.counting import CountingObserver
+from lightning_obs.observers.hessian import MOST_OUTPUTS
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
@@ -46,9 +48,6 @@ RANGE = "input range"
 HESSIAN = "weight by its inputs"
 #: the products of the gradients at a module's outputs, by which the rows of its weight are rounded together
 GRADIENTS = "weight by the gradients at its outputs"
-
-#: the most outputs whose products are gathered: 1 GiB, where a vocabulary would take more than the model
-_MOST_OUTPUTS = 1 << 14
 
 
 @dataclass
@@ -103,6 +102,7 @@ class Observation:
             CalibrationError: the options do not fit the model, or an engine refuses the checkpoint.
         """
         with without_wrappers(model), at_rest():
+            options = fitted_options(model, options)
             plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
             checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
             engines = ask_engines(checkpoint, options.engine, options.further_engines)
@@ -240,7 +240,7 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
         helpers[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs_tokens)
     shape = matrix_shape(target.module)
     outputs = 0 if shape is None else shape[0]
-    if weighs_tokens and outputs <= _MOST_OUTPUTS:
+    if weighs_tokens and outputs <= MOST_OUTPUTS:
         helpers[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
     return helpers
 

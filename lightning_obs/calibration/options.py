@@ -16,12 +16,21 @@ from typing_extensions import TypedDict, Unpack
 from lightning_obs.engines.engine import Engine, engine_of
 from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool, require_choice
 from lightning_obs.schemes.attention_states import KVCacheLike
-from lightning_obs.schemes.config import ObserversLike, RoundingLike, SchemeLike, as_names, label, resolve_config
+from lightning_obs.schemes.config import (
+    ObserversLike,
+    RoundingLike,
+    SchemeLike,
+    as_names,
+    label,
+    names_observer,
+    resolve_config,
+)
 from lightning_obs.schemes.planned_modules import check_own_sets
+from lightning_obs.schemes.recipes import Recipe, RecipeLike
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
 #: the options that become a part of the config
-_OF_SCHEME = ("targets", "ignore", "observers", "kv_cache", "rounding")
+_OF_SCHEME = ("targets", "ignore", "observers", "kv_cache", "rounding", "recipe")
 _Taker = TypeVar("_Taker", bound=Callable[..., Any])
 
 
@@ -38,6 +47,7 @@ class OptionKeywords(TypedDict, total=False):
     fused_sets: Sequence[Sequence[str]]
     join_fused_scales: bool
     rounding: RoundingLike
+    recipe: RecipeLike
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,15 @@ class CalibrationOptions:
             its outputs. The weights of the model do not change: a module gets the numbers beside its scale. None: as
             the scheme says of each group, beside the hyperparameters of its observer (``{"name": "hessian",
             "rounding": "gptq"}``); else the nearest numbers.
+        recipe: observers and rounding under one word (docs/observers.md): ``"accurate"``, the least loss that was
+            measured, which needs data and memory for products of inputs; ``"fast"``, which chooses weights without
+            data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors that it has no choice for
+            stay as the scheme says; what ``observers`` and ``rounding`` name comes before it. What a model cannot run
+            is left out, with a warning before any data. Trained weights take its scales without its rounding.
 
     Attributes:
-        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers, kv_cache and rounding say
-            together.
+        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers, kv_cache, rounding and recipe
+            say together.
 
     Raises:
         CalibrationError: an unknown scheme, field, observer or choice; all that can be refused without a model.
@@ -111,6 +126,7 @@ class CalibrationOptions:
     fused_sets: Sequence[Sequence[str]] = ()
     join_fused_scales: bool = False
     rounding: RoundingLike = None
+    recipe: RecipeLike = None
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -165,6 +181,16 @@ class CalibrationOptions:
         """These options with a complete config in place of scheme, targets, observers...; the kv cache stays."""
         config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
         return CalibrationOptions(config, **self.beside_scheme)
+
+    @property
+    def names_weight_observer(self) -> bool:
+        """Whether the user names the observer of weights, which no recipe then replaces."""
+        return names_observer(self.observers, "weight")
+
+    def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
+        """These options with another recipe where they have one."""
+        recipe = Recipe.of(self.recipe)
+        return self if recipe is None else replace(self, recipe=change(recipe))
 
     @property
     def engine(self) -> Engine:

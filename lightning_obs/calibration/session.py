@@ -65,7 +65,7 @@ class CalibrationSession:
 
     Attributes:
         model: the calibrated model, without wrappers.
-        options: of the calibration.
+        options: of the calibration, without what its recipe has that the model cannot run.
         label: short name of scheme and rounding.
         plan: the modules that will be quantized.
         engines: each engine's verdict on the checkpoint.
@@ -98,11 +98,12 @@ class CalibrationSession:
     ) -> None:
         refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
         require_kind("token_mask", token_mask, (str,), f"the name of an argument of the model, such as {PADDING!r}")
-        self.options = CalibrationOptions.of(scheme, **options)
-        self.label = self.options.label
+        requested_options = CalibrationOptions.of(scheme, **options)
         register_surroundings(model)
         self.model = unwrapped(model)
-        self.observation = Observation.of_model(self.model, self.options, collectives)
+        self.observation = Observation.of_model(self.model, requested_options, collectives)
+        self.options = self.observation.options
+        self.label = self.options.label
         self.plan = self.observation.plan
         self.engines = self.observation.engines
         self.observers = self.observation.observers

@@ -45,9 +45,18 @@ class AutoObservers:
         requested: the callback's options, without observers for the tensors to choose for.
         candidates: by base name, the observers to choose from; empty: the default candidates that fit the model.
         is_masked: whether batches have a token mask, with which nothing can be chosen.
+
+    Raises:
+        CalibrationError: a recipe, which names the observers that would be chosen.
     """
 
     def __init__(self, requested: CalibrationOptions, candidates: Candidates, is_masked: bool) -> None:
+        if requested.recipe is not None:
+            raise CalibrationError(
+                "a recipe names the observers, and here they are chosen by measurement",
+                got=f"recipe={requested.recipe!r}",
+                remedy="leave out the recipe, or the observers to choose from.",
+            )
         self._requested = requested
         self._candidates = candidates
         self._is_masked = is_masked

@@ -10,10 +10,11 @@ from typing import Any
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.observer_choice import fitting_candidates
 from lightning_obs.errors import CalibrationError
+from lightning_obs.schemes.config import has_rounding
 
 
 def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bool:
-    """Whether the session's model can be calibrated with other options.
+    """Whether the session's model can be calibrated with other options, and with the rounding of their recipe.
 
     Args:
         session: of the calibration; nothing on its model changes.
@@ -22,10 +23,11 @@ def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings concern the run that is proposed, which may never start
         try:
-            CalibrationSession(session.model, replace(session.options, **changes))
+            options = replace(session.options, **changes)
+            other_session = CalibrationSession(session.model, options)
         except CalibrationError:
             return False
-    return True
+    return has_rounding(other_session.options.config) == has_rounding(options.config)
 
 
 def can_choose_observers(session: CalibrationSession) -> bool:

@@ -36,6 +36,7 @@ from lightning_obs.errors import CalibrationError, refuse_unknown, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.fine_tuning.quantized_training import Phase
 from lightning_obs.schemes.config import SchemeLike, has_rounding
+from lightning_obs.schemes.recipes import Recipe
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -118,6 +119,11 @@ class QuantizationAwareTraining(SessionCallback):
         rounding (str | dict | None): with ``train="scales"`` only: ``"gptq"``, training starts from integers that are
             chosen so that the outputs change least, and that stay. Default: None, as the scheme says; else the nearest
             integers.
+        recipe (str | dict | None): observers and rounding under one word: ``"accurate"``, the least loss, which needs
+            data and memory for products of inputs; ``"fast"``, which chooses weights without data. What ``observers``
+            and ``rounding`` name comes before it; what the model cannot run is left out, with a warning before any
+            data. Trained weights take its
+            scales without its rounding. Default: None, as the scheme says.
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
@@ -162,6 +168,7 @@ class QuantizationAwareTraining(SessionCallback):
         if train == "scales":
             _require_distillation(self.distillation)
         else:
+            calibration_options = calibration_options.with_recipe(Recipe.without_rounding)
             _refuse_rounding(calibration_options)
         self.train = train
         self.batches = ObservedBatches(token_mask)

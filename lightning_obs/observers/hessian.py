@@ -33,6 +33,8 @@ from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest block of a Hessian that ``local_hessian`` gathers.
 _WIDEST_BLOCK = 128
+#: the most outputs whose products of gradients are gathered: 1 GiB, where a vocabulary would take more than the model
+MOST_OUTPUTS = 1 << 14
 # Added to the diagonal, whose mean is 1, so that a group of columns that no input reached loses least by itself.
 _LEAST_MOMENT = 1e-6
 

@@ -206,8 +206,9 @@ def _rounding(run: _Run) -> Iterator[Step]:
         weights = group.weights
         if weights is None or weights.type != "int" or weights.num_bits >= 8:
             return
-    observers = {**_plain_observers(report.options), "weight": {"name": "hessian"}}
-    changes = {"observers": observers, "rounding": "gptq"}
+    observers = _plain_observers(report.options)
+    observers.pop("weight", None)
+    changes: dict[str, Any] = {"observers": observers or None, "recipe": "accurate"}
     reason = f"weights make {percent(run.weight_share)} of the {report.lost}"
     title = "Round the weights by what their inputs need"
     python = _calibration(report, **changes)

@@ -34,6 +34,7 @@ from lightning_obs.schemes.attention_states import (
     resolve_kv_cache,
     state_args,
 )
+from lightning_obs.schemes.recipes import Recipe, RecipeLike
 
 SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig
 #: one for each base name; a sequence of them to choose from by measurement
@@ -141,6 +142,7 @@ def resolve_config(
     observers: ObserversLike | Literal["auto"] = None,
     kv_cache: KVCacheLike = None,
     rounding: RoundingLike = None,
+    recipe: RecipeLike = None,
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of a scheme and options; :class:`~lightning_obs.CalibrationOptions` calls it.
 
@@ -151,11 +153,12 @@ def resolve_config(
     ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``; or the compressed-tensors
     object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace those that the scheme
     names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights; for one group it stands
-    among the weights' ``"observer_kwargs": {"rounding": "gptq"}``.
+    among the weights' ``"observer_kwargs": {"rounding": "gptq"}``. ``recipe`` replaces the observers that the scheme
+    names, and ``observers`` and ``rounding`` replace the recipe's.
 
     Raises:
-        CalibrationError: an unknown preset, field, base name, observer or rounding; targets given twice; a scheme that
-            compressed-tensors refuses (its own message is in the error).
+        CalibrationError: an unknown preset, field, base name, observer, rounding or recipe; targets given twice; a
+            scheme that compressed-tensors refuses (its own message is in the error).
     """
     if observers is not None:
         _refuse_several_observers(observers)
@@ -176,6 +179,9 @@ def resolve_config(
     assert not isinstance(observers, str)  # _refuse_several_observers
     if any(map(observers.get, ATTENTION)):
         config = StatesConfig(**dict(config), state_observers={})
+    chosen_recipe = Recipe.of(recipe)
+    if chosen_recipe is not None:
+        _apply_recipe(config, chosen_recipe, keep_weights=names_observer(observers, "weight"))
     _set_observers(config, observers)
     if rounding is not None:
         _set_rounding(config, rounding)
@@ -390,6 +396,41 @@ def _preset(name: str, targets: list[str] | None) -> QuantizationScheme:
         return QuantizationScheme(targets=targets, **OWN_PRESETS[upper_name].args)
     scheme: QuantizationScheme = preset_name_to_scheme(upper_name, targets)
     return scheme
+
+
+def names_observer(observers: ObserversLike | Literal["auto"], base_name: str) -> bool:
+    """Whether the option ``observers`` names one for the tensors of a base name."""
+    if not isinstance(observers, Mapping):
+        return False
+    observer = observers.get(base_name)
+    if isinstance(observer, Mapping):
+        return observer.get("name") is not None
+    return observer is not None
+
+
+def _apply_recipe(config: QuantizationConfig, recipe: Recipe, keep_weights: bool) -> None:
+    """Replace the observers and roundings that the scheme names by those of a recipe, where it has any.
+
+    Args:
+        config: its groups are changed.
+        recipe: the user's.
+        keep_weights: leave weights alone, because the user names their observer.
+    """
+    for group in config_groups(config):
+        choice = None if keep_weights else recipe.for_weights(group)
+        if choice is not None:
+            hyperparameters = dict(choice.observer)
+            assert group.weights is not None  # the choice is of weights
+            group.weights.observer = hyperparameters.pop("name")
+            if choice.rounding is not None:
+                hyperparameters[ROUNDING] = dict(choice.rounding)
+            group.weights.observer_kwargs = hyperparameters
+        observer = recipe.for_inputs(group.input_activations)
+        if observer is not None:
+            assert group.input_activations is not None  # the observer is of inputs
+            hyperparameters = dict(observer)
+            group.input_activations.observer = hyperparameters.pop("name")
+            group.input_activations.observer_kwargs = hyperparameters
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any]) -> None:

@@ -34,6 +34,7 @@ from lightning_obs.model.module_qparams import clear_qparams
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.planned_modules import shares_in_float
+from lightning_obs.schemes.recipes import Recipe
 from lightning_obs.streaming.blocks import BlockRunner, find_blocks
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.streaming.parts import calibrated
@@ -104,7 +105,7 @@ def calibrate_layerwise(
             not found, or not called one after the other; an unfinished run was begun with other arguments.
     """
     out = Path(out)
-    calibration_options = CalibrationOptions.of(scheme, **options)
+    calibration_options = CalibrationOptions.of(scheme, **options).with_recipe(Recipe.without_token_weights)
     require_apart(folder, out)
     collectives = collectives or Collectives()
     with ExitStack() as stack, ExitStack() as unnamed, torch.inference_mode(False), torch.no_grad():

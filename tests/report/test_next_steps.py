@@ -130,9 +130,7 @@ def test_python_of_a_scheme_without_a_name_takes_the_callback_s_options():
     options = CalibrationOptions({"weights": {"num_bits": 4, "group_size": 32}}, ignore=["lm_head"])
     errors = [layer(f"layers.{i}.down_proj", 16.0, 18.0, 19.0) for i in range(9)]
     (rounding, _) = judge(run(errors=errors, options=options)).steps
-    assert rounding.python == (
-        "CalibrationCallback(callback.options, observers={'weight': {'name': 'hessian'}}, rounding='gptq')"
-    )
+    assert rounding.python == ("CalibrationCallback(callback.options, observers=None, recipe='accurate')")
 
 
 # ---------------------------------------------------------------------- after real runs

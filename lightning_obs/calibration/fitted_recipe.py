@@ -1,0 +1,166 @@
+"""A recipe without the parts that a model cannot run, found before any data.
+
+Recipes name the best choice of all; not every model can be run backward, and not every machine holds the products of
+its inputs. A user of a recipe gets the best that fits, and is told what was left out and why.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import nn
+
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.errors import name_list, warn
+from lightning_obs.model.kinds import is_dispatched, is_transformers_model, kind_of
+from lightning_obs.model.weight import in_shards, matrix_shape, whole_shape
+from lightning_obs.moe.experts import expert_containers
+from lightning_obs.observers.hessian import MOST_OUTPUTS
+from lightning_obs.schemes.build_plan import build_plan
+from lightning_obs.schemes.planned_modules import Plan
+from lightning_obs.schemes.recipes import Recipe, WeightChoice
+
+#: of the memory of the device, what the sums that a recipe gathers may take
+_SHARE_OF_MEMORY = 0.5
+#: float32
+_BYTES = 4
+
+
+def fitted_options(model: nn.Module, options: CalibrationOptions) -> CalibrationOptions:
+    """The options, whose recipe leaves out what the model cannot run; a warning says what it does instead.
+
+    Called when an observation begins, before its plan is made. A choice that the user has named is left as it is.
+
+    Args:
+        model: the calibrated module.
+        options: of the calibration, with a recipe.
+    """
+    recipe = Recipe.of(options.recipe)
+    if recipe is None:
+        return options
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the plan is made again, with its warnings
+        plan = build_plan(model, options.config)
+    fitted_recipe = _without_unfit_parts(recipe, model, plan, options)
+    return options if fitted_recipe == recipe else replace(options, recipe=fitted_recipe)
+
+
+def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: CalibrationOptions) -> Recipe:
+    """The recipe without token weights, or without all that needs the inputs of weights, where these do not fit."""
+    choices = _choices_in_use(recipe, plan, options)
+    needs_inputs = any(choice.rounding is not None for choice in choices)
+    if not needs_inputs:
+        return recipe
+    misfit = _why_no_inputs(plan)
+    if misfit is None:
+        misfit = _why_no_memory(plan, weighs_tokens=False)
+    if misfit is not None:
+        _warn(recipe, f"weights are chosen without data: {misfit}")
+        return recipe.without_data()
+    if not any(choice.weighs_tokens for choice in choices):
+        return recipe
+    misfit = _why_no_backward(model, plan)
+    if misfit is None:
+        misfit = _why_no_memory(plan, weighs_tokens=True)
+    if misfit is None:
+        return recipe
+    _warn(recipe, f"all tokens count alike: {misfit}")
+    return recipe.without_token_weights()
+
+
+def _warn(recipe: Recipe, what: str) -> None:
+    warn(f"recipe={recipe.name!r}: {what}.")
+
+
+def _choices_in_use(recipe: Recipe, plan: Plan, options: CalibrationOptions) -> list[WeightChoice]:
+    """The recipe's choices for the weights that are planned; none where the user names their observer."""
+    if options.names_weight_observer:
+        return []
+    choices = []
+    for target in plan.targets:
+        choice = recipe.for_weights(target.scheme)
+        if choice is not None:
+            choices.append(choice)
+    return choices
+
+
+def _why_no_inputs(plan: Plan) -> str | None:
+    """Why columns of a weight have no inputs of their own; None: all have."""
+    unfit = []
+    for target in plan.targets:
+        is_matrix = len(whole_shape(target.module) or ()) == 2
+        if target.scheme.weights is not None and (kind_of(target.module).reads_indices or not is_matrix):
+            unfit.append(target.name)
+    if not unfit:
+        return None
+    return f"{name_list(unfit)} {'has' if len(unfit) == 1 else 'have'} no input for each column of the weight"
+
+
+def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
+    """Why the model cannot be run backward from its logits; None: it can."""
+    elsewhere = [target.name for target in plan.targets if in_shards(target.module) or is_dispatched(target.module)]
+    if elsewhere:
+        return f"{name_list(elsewhere)} {'is' if len(elsewhere) == 1 else 'are'} not whole on one device"
+    if expert_containers(model):
+        return f"{type(model).__name__} has experts, whose tokens are not known outside of them"
+    if not gives_logits(model):
+        return f"{type(model).__name__} is not known to give logits"
+    return None
+
+
+def gives_logits(model: nn.Module) -> bool:
+    """Whether a model of transformers says that its output has logits of classes; False where nothing says so."""
+    if not is_transformers_model(model):
+        return False
+    config: Any = model.config
+    if getattr(config, "problem_type", None) == "regression" or getattr(config, "num_labels", 2) == 1:
+        return False
+    try:
+        output = get_type_hints(type(model).forward).get("return")
+    except (NameError, TypeError):  # annotations of code of a user's that name what is not imported
+        return False
+    return any(_has_logits(kind) for kind in get_args(output) or (output,))
+
+
+def _has_logits(kind: Any) -> bool:
+    """Whether a class of outputs has the field ``logits``."""
+    return is_dataclass(kind) and any(field.name == "logits" for field in fields(kind))
+
+
+def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
+    """Why the sums that a rounding gathers do not fit beside the model; None: they fit.
+
+    Args:
+        plan: of the model.
+        weighs_tokens: whether products of gradients at outputs are gathered, too.
+    """
+    needed: dict[torch.device, int] = {}
+    for target in plan.targets:
+        shape = matrix_shape(target.module)
+        if target.scheme.weights is None or shape is None:
+            continue
+        device = target.module.get_parameter("weight").device
+        outputs, inputs = shape
+        products = inputs * inputs
+        if weighs_tokens and outputs <= MOST_OUTPUTS:
+            products += outputs * outputs
+        needed[device] = needed.get(device, 0) + _BYTES * products
+    for device, size in needed.items():
+        if device.type == "meta":  # calibrated block by block, with the products of one block at a time
+            continue
+        limit = _SHARE_OF_MEMORY * _memory_of(device)
+        if size > limit:
+            needed_size = f"{size / 2**30:.0f} GiB"
+            return f"the products take {needed_size}, more than half of the memory of {device}"
+    return None
+
+
+def _memory_of(device: torch.device) -> int:
+    """The memory of a device [bytes]; on a CPU, that of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

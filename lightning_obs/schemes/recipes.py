@@ -1,0 +1,188 @@
+"""Observers and rounding under one word: ``recipe="accurate"`` for the least loss, ``recipe="fast"`` without data.
+
+A recipe has a row for each kind of tensor whose best choice was measured (docs/observers.md has the tables); all other
+tensors keep what the scheme says, and what a user names in ``observers`` or ``rounding`` comes before the recipe.
+``configs/recipe/`` has the same tables for the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, TypeAlias
+
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
+
+from lightning_obs.errors import CalibrationError, likely, refuse_unknown
+
+
+@dataclass(frozen=True)
+class WeightChoice:
+    """How weights of one kind are quantized.
+
+    Attributes:
+        observer: its ``name`` and hyperparameters.
+        rounding: its ``name`` and options; None: every number is the nearest.
+    """
+
+    observer: Mapping[str, Any]
+    rounding: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> WeightChoice:
+        """The choice itself, or one of its fields in a dict.
+
+        Raises:
+            CalibrationError: an unknown field, or no observer.
+        """
+        if isinstance(value, WeightChoice):
+            return value
+        _require_mapping("a recipe's weights", value)
+        refuse_unknown(value, _names_of(cls), "a recipe's weights have no such field")
+        if "observer" not in value:
+            raise CalibrationError(
+                "a recipe's weights have no observer", got=dict(value), expected="observer, rounding"
+            )
+        return cls(**value)
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether tokens count as the model's predictions depend on them."""
+        return bool(self.observer.get("weigh_tokens", False))
+
+    def without(self, *hyperparameters: str) -> WeightChoice:
+        """The choice with defaults in place of these hyperparameters of its observer."""
+        observer = {name: value for name, value in self.observer.items() if name not in hyperparameters}
+        return replace(self, observer=observer)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is chosen for each kind of tensor; None: what the scheme says.
+
+    Attributes:
+        name: of the recipe, for messages.
+        symmetric_weights: for weights in integers of fewer than 8 bits without a zero point.
+        asymmetric_weights: for weights in integers of fewer than 8 bits with a zero point.
+        nvfp4_weights: for weights in four-bit floats with a global scale.
+        integer_inputs: the observer of inputs in integers that are not dynamic: its ``name`` and hyperparameters.
+    """
+
+    name: str
+    symmetric_weights: WeightChoice | None = None
+    asymmetric_weights: WeightChoice | None = None
+    nvfp4_weights: WeightChoice | None = None
+    integer_inputs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, value: RecipeLike) -> Recipe | None:
+        """The recipe of a name, or of its fields in a dict; None for None.
+
+        Raises:
+            CalibrationError: an unknown name or field.
+
+        >>> Recipe.of("fast").symmetric_weights.observer
+        {'name': 'memoryless_mse', 'signed': True}
+        """
+        if value is None or isinstance(value, Recipe):
+            return value
+        if isinstance(value, str):
+            if value not in RECIPES:
+                raise CalibrationError(
+                    f"unknown recipe {value!r}{likely(value, RECIPES)}", expected=f"one of {', '.join(RECIPES)}"
+                )
+            return RECIPES[value]
+        _require_mapping("recipe", value)
+        if value.get("name") is None:  # recipe=none of the command line
+            return None
+        refuse_unknown(value, _names_of(cls), "a recipe has no such field")
+        choices = dict(value)
+        for name in _WEIGHTS:
+            if choices.get(name) is not None:
+                choices[name] = WeightChoice.of(choices[name])
+        return cls(**choices)
+
+    def for_weights(self, group: QuantizationScheme) -> WeightChoice | None:
+        """The choice for the weights of a group of a scheme; None: the scheme's own."""
+        weights = group.weights
+        if weights is None:
+            return None
+        if weights.type == QuantizationType.FLOAT:
+            return self.nvfp4_weights if weights.strategy == QuantizationStrategy.TENSOR_GROUP else None
+        if weights.num_bits >= 8:
+            return None
+        if not weights.symmetric:
+            return self.asymmetric_weights
+        if group.input_activations is None or self.symmetric_weights is None:
+            return self.symmetric_weights
+        # A kernel of vLLM for quantized inputs reads negative scales wrongly (docs/observers.md).
+        return self.symmetric_weights.without("signed")
+
+    def for_inputs(self, inputs: QuantizationArgs | None) -> Mapping[str, Any] | None:
+        """The observer for the inputs of a group of a scheme; None: the scheme's own."""
+        if inputs is None or inputs.dynamic is True or inputs.type != QuantizationType.INT:
+            return None
+        counts_values = inputs.strategy == QuantizationStrategy.TENSOR
+        return self.integer_inputs if counts_values else None
+
+    def with_weights(self, change: Callable[[WeightChoice], WeightChoice]) -> Recipe:
+        """The recipe with ``change(choice)`` in place of each choice for weights."""
+        changes: dict[str, Any] = {}
+        for name in _WEIGHTS:
+            choice = getattr(self, name)
+            if choice is not None:
+                changes[name] = change(choice)
+        return replace(self, **changes)
+
+    def without_token_weights(self) -> Recipe:
+        """The recipe for models that cannot be run backward from logits: all tokens count alike."""
+        return self.with_weights(lambda choice: choice.without("weigh_tokens"))
+
+    def without_rounding(self) -> Recipe:
+        """The recipe for weights that are trained: scales alone are chosen, and by tokens that count alike."""
+        return self.without_token_weights().with_weights(lambda choice: replace(choice, rounding=None))
+
+    def without_data(self) -> Recipe:
+        """The recipe for weights whose inputs cannot be observed: those of ``fast``."""
+        return replace(self, **{name: getattr(RECIPES["fast"], name) for name in _WEIGHTS})
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields as plain dicts, as ``configs/recipe/`` has them."""
+        return asdict(self)
+
+
+RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
+
+_WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights")
+#: less damping loses more on text of another kind than was calibrated on
+_ROUNDING = {"name": "gptq", "damping": 0.1}
+
+RECIPES = {
+    "fast": Recipe(
+        "fast",
+        symmetric_weights=WeightChoice({"name": "memoryless_mse", "signed": True}),
+        asymmetric_weights=WeightChoice({"name": "memoryless_mse"}),
+        nvfp4_weights=WeightChoice({"name": "nvfp4_expanded_mse"}),
+    ),
+    "accurate": Recipe(
+        "accurate",
+        symmetric_weights=WeightChoice(
+            {"name": "imatrix_mse", "norm": 2.0, "signed": True, "weigh_tokens": True}, _ROUNDING
+        ),
+        asymmetric_weights=WeightChoice({"name": "imatrix_mse", "norm": 2.0, "weigh_tokens": True}, _ROUNDING),
+        nvfp4_weights=WeightChoice({"name": "nvfp4_expanded_imatrix", "norm": 2.0, "weigh_tokens": True}, _ROUNDING),
+        integer_inputs={"name": "histogram"},
+    ),
+}
+
+
+def _names_of(owner: type) -> list[str]:
+    return [field.name for field in fields(owner)]
+
+
+def _require_mapping(name: str, value: Any) -> None:
+    """Refuse a value that is no dict."""
+    if not isinstance(value, Mapping):
+        raise CalibrationError(
+            name, got=repr(value), expected=f"one of {', '.join(RECIPES)}, or a dict of {', '.join(_names_of(Recipe))}"
+        )
