@@ -68,11 +68,11 @@ def make_options(config: DictConfig) -> CalibrationOptions:
 
 
 def _recipe(choices: dict[str, Any]) -> RecipeLike:
-    """The recipe of the config: its name, unless the user has changed its choices."""
+    """The recipe of the config: its name, unless the user has changed its choices; None for ``recipe=none``."""
+    if choices["name"] is None:
+        return None
     recipe = Recipe.of(choices)
-    if recipe is None or recipe != RECIPES.get(recipe.name):
-        return recipe
-    return recipe.name
+    return recipe.name if recipe == RECIPES.get(recipe.name) else recipe
 
 
 def _with_group_size(scheme: dict[str, Any], size: int | None) -> dict[str, Any]:

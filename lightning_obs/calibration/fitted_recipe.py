@@ -39,9 +39,8 @@ def fitted_options(model: nn.Module, options: CalibrationOptions) -> Calibration
         model: the calibrated module.
         options: of the calibration, with a recipe.
     """
+    assert options.recipe is not None
     recipe = Recipe.of(options.recipe)
-    if recipe is None:
-        return options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the plan is made again, with its warnings
         plan = build_plan(model, options.config)

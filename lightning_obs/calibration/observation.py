@@ -102,7 +102,8 @@ class Observation:
             CalibrationError: the options do not fit the model, or an engine refuses the checkpoint.
         """
         with without_wrappers(model), at_rest():
-            options = fitted_options(model, options)
+            if options.recipe is not None:
+                options = fitted_options(model, options)
             plan = build_plan(model, options.config, [*options.engine.fused_sets, *options.fused_sets])
             checkpoint = PlannedCheckpoint(model, plan.targets, options.fused_sets)
             engines = ask_engines(checkpoint, options.engine, options.further_engines)

@@ -189,8 +189,7 @@ class CalibrationOptions:
 
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
         """These options with another recipe where they have one."""
-        recipe = Recipe.of(self.recipe)
-        return self if recipe is None else replace(self, recipe=change(recipe))
+        return self if self.recipe is None else replace(self, recipe=change(Recipe.of(self.recipe)))
 
     @property
     def engine(self) -> Engine:

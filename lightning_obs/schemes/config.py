@@ -179,9 +179,8 @@ def resolve_config(
     assert not isinstance(observers, str)  # _refuse_several_observers
     if any(map(observers.get, ATTENTION)):
         config = StatesConfig(**dict(config), state_observers={})
-    chosen_recipe = Recipe.of(recipe)
-    if chosen_recipe is not None:
-        _apply_recipe(config, chosen_recipe, keep_weights=names_observer(observers, "weight"))
+    if recipe is not None:
+        _apply_recipe(config, Recipe.of(recipe), keep_weights=names_observer(observers, "weight"))
     _set_observers(config, observers)
     if rounding is not None:
         _set_rounding(config, rounding)

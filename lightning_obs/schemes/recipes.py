@@ -75,8 +75,8 @@ class Recipe:
     integer_inputs: Mapping[str, Any] | None = None
 
     @classmethod
-    def of(cls, value: RecipeLike) -> Recipe | None:
-        """The recipe of a name, or of its fields in a dict; None for None.
+    def of(cls, value: str | Mapping[str, Any] | Recipe) -> Recipe:
+        """The recipe of a name, or of its fields in a dict.
 
         Raises:
             CalibrationError: an unknown name or field.
@@ -84,7 +84,7 @@ class Recipe:
         >>> Recipe.of("fast").symmetric_weights.observer
         {'name': 'memoryless_mse', 'signed': True}
         """
-        if value is None or isinstance(value, Recipe):
+        if isinstance(value, Recipe):
             return value
         if isinstance(value, str):
             if value not in RECIPES:
@@ -93,9 +93,9 @@ class Recipe:
                 )
             return RECIPES[value]
         _require_mapping("recipe", value)
-        if value.get("name") is None:  # recipe=none of the command line
-            return None
         refuse_unknown(value, _names_of(cls), "a recipe has no such field")
+        if "name" not in value:
+            raise CalibrationError("a recipe has no name", got=dict(value), expected=", ".join(_names_of(cls)))
         choices = dict(value)
         for name in _WEIGHTS:
             if choices.get(name) is not None:
