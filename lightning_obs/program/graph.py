@@ -58,9 +58,12 @@ class _QuantizedWeight(NamedTuple):
             if bool((values[is_negative] == lowest).any()):
                 return None
         sign = torch.where(is_negative, -1, 1)
-        sign_of_rows = sign.reshape(-1, *[1] * (self.codes.ndim - 1)).to(self.codes.dtype)
-        scales = (factor.abs() * self.scales.double()).float()
-        return _QuantizedWeight(self.codes * sign_of_rows, scales, self.zero_points * sign)
+        ones = [1] * (self.codes.ndim - 1)
+        sign_of_rows = sign.reshape(-1, *ones)
+        codes = self.codes * sign_of_rows.to(self.codes.dtype)
+        scales = factor.abs() * self.scales.double()
+        zero_points = self.zero_points * sign
+        return _QuantizedWeight(codes, scales.float(), zero_points)
 
 
 def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
@@ -88,7 +91,8 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     if folded is None:
         return
     bias = -factor * mean.double()
-    earlier_bias = _tensor(graph_module, product.args[2] if len(product.args) > 2 else None)
+    has_bias = len(product.args) > 2
+    earlier_bias = _tensor(graph_module, product.args[2]) if has_bias else None
     if earlier_bias is not None:
         bias = bias + factor * earlier_bias.double()
     if beta is not None:
@@ -103,7 +107,9 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
             (codes_node, scales_node, zeros_node, 0, lowest, highest, dtype),
         )
         bias_node = _constant(graph_module, f"{name}_bias", bias.float())
-    product.args = (product.args[0], weight_node, bias_node, *product.args[3:])
+    value = product.args[0]
+    further_arguments = product.args[3:]
+    product.args = (value, weight_node, bias_node, *further_arguments)
     batch_norm.replace_all_uses_with(product)
     graph_module.graph.erase_node(batch_norm)
 
@@ -114,7 +120,10 @@ def _is_product(node: fx.Node) -> bool:
         return False
     if any(_calls(node, convolution) for convolution in _CONVOLUTIONS):
         return True
-    return _calls(node, _ATEN.linear) and node.meta["val"].ndim == 2
+    if not _calls(node, _ATEN.linear):
+        return False
+    output = node.meta["val"]
+    return output.ndim == 2
 
 
 def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _QuantizedWeight | None:
@@ -126,8 +135,9 @@ def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _Quantiz
         codes = _tensor(graph_module, dequantize.args[0])
         if codes is None:
             return None
-        scales = torch.full((len(codes),), dequantize.args[1])
-        zero_points = torch.full((len(codes),), dequantize.args[2])
+        shape = (len(codes),)
+        scales = torch.full(shape, dequantize.args[1])
+        zero_points = torch.full(shape, dequantize.args[2])
     else:
         return None
     if codes is None or scales is None or zero_points is None:
@@ -137,7 +147,10 @@ def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _Quantiz
 
 def _calls(node: Any, operation: Any) -> bool:
     """Whether an argument of a node is itself a call of an operation, in any of its overloads."""
-    return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) is operation
+    if not isinstance(node, fx.Node):
+        return False
+    overloads = getattr(node.target, "overloadpacket", None)
+    return overloads is operation
 
 
 # ---------------------------------------------------------------------- constants
@@ -160,7 +173,10 @@ def _constant(graph_module: fx.GraphModule, name: str, value: torch.Tensor) -> f
 
 def _drop_unread_tensors(graph_module: fx.GraphModule) -> None:
     """Delete the parameters and buffers that no node reads."""
-    targets = {str(node.target) for node in graph_module.graph.nodes if node.op == "get_attr"}
+    targets: set[str] = set()
+    for node in graph_module.graph.nodes:
+        if node.op == "get_attr":
+            targets.add(str(node.target))
     for path, module in graph_module.named_modules():
         for table in (module._parameters, module._buffers):
             for name in list(table):

@@ -78,7 +78,9 @@ class _Nodes:
 
     def mean(self, value: fx.Node, size: int) -> fx.Node:
         """The mean over the last dimension, of which one value stays: a product with ``1 / size``."""
-        return self.call(_ATEN.linear.default, value, self.constant(torch.full((1, size), 1 / size)))
+        row = torch.full((1, size), 1 / size)
+        constant = self.constant(row)
+        return self.call(_ATEN.linear.default, value, constant)
 
     def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
         """The same values in another shape."""
@@ -94,11 +96,14 @@ def _write_layer_norm(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
     if len(normalized_shape) != 1:
         return None
     [size] = normalized_shape
-    centered = nodes.call(_ATEN.sub.Tensor, value, nodes.mean(value, size))
-    variance = nodes.mean(nodes.call(_ATEN.mul.Tensor, centered, centered), size)
-    factor = nodes.call(
-        _ATEN.rsqrt.default, nodes.call(_ATEN.add.Tensor, variance, 1e-5 if epsilon is None else epsilon)
-    )
+    if epsilon is None:
+        epsilon = 1e-5
+    mean = nodes.mean(value, size)
+    centered = nodes.call(_ATEN.sub.Tensor, value, mean)
+    squares = nodes.call(_ATEN.mul.Tensor, centered, centered)
+    variance = nodes.mean(squares, size)
+    variance = nodes.call(_ATEN.add.Tensor, variance, epsilon)
+    factor = nodes.call(_ATEN.rsqrt.default, variance)
     output = nodes.call(_ATEN.mul.Tensor, centered, factor)
     if weight is not None:
         output = nodes.call(_ATEN.mul.Tensor, output, weight)
@@ -130,7 +135,8 @@ def _mean_over_one(nodes: _Nodes, value: fx.Node, position: int) -> fx.Node:
     if position == last:
         return nodes.mean(value, size)
     swapped = nodes.call(_ATEN.transpose.int, value, position, last)
-    return nodes.call(_ATEN.transpose.int, nodes.mean(swapped, size), position, last)
+    mean = nodes.mean(swapped, size)
+    return nodes.call(_ATEN.transpose.int, mean, position, last)
 
 
 def _write_attention(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
@@ -146,18 +152,24 @@ def _write_attention(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
     keys = key_shape[-2]
     count = math.prod(heads)
     factor = width**-0.5 if scale is None else scale
-    scaled = nodes.view(nodes.call(_ATEN.mul.Tensor, query, factor), (count, queries, width))
-    transposed = nodes.call(_ATEN.transpose.int, nodes.view(key, (count, keys, width)), 1, 2)
+    scaled = nodes.call(_ATEN.mul.Tensor, query, factor)
+    scaled = nodes.view(scaled, (count, queries, width))
+    all_keys = nodes.view(key, (count, keys, width))
+    transposed = nodes.call(_ATEN.transpose.int, all_keys, 1, 2)
     scores = nodes.call(_ATEN.bmm.default, scaled, transposed)
     if is_causal:
         future = torch.full((queries, keys), -math.inf).triu(1)
-        scores = nodes.call(_ATEN.add.Tensor, scores, nodes.constant(future))
+        constant = nodes.constant(future)
+        scores = nodes.call(_ATEN.add.Tensor, scores, constant)
     if mask is not None:
         by_head = nodes.view(scores, (*heads, queries, keys))
-        scores = nodes.view(nodes.call(_ATEN.add.Tensor, by_head, mask), (count, queries, keys))
+        masked = nodes.call(_ATEN.add.Tensor, by_head, mask)
+        scores = nodes.view(masked, (count, queries, keys))
     weights = nodes.call(_ATEN.softmax.int, scores, -1)
-    values = nodes.view(value, (count, keys, _shape(value)[-1]))
-    return nodes.view(nodes.call(_ATEN.bmm.default, weights, values), _shape(node))
+    value_width = _shape(value)[-1]
+    values = nodes.view(value, (count, keys, value_width))
+    output = nodes.call(_ATEN.bmm.default, weights, values)
+    return nodes.view(output, _shape(node))
 
 
 def _arguments(node: fx.Node, count: int) -> list[Any]:
