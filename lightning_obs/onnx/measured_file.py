@@ -92,7 +92,8 @@ def measure_onnx(
     arguments = Example.of(model, example, None)
     with tempfile.TemporaryDirectory() as folder, left_as_it_was(model):
         float_file = Path(folder, "float.onnx")
-        trace_onnx(model, arguments).save(float_file)
+        float_program = trace_onnx(model, arguments)
+        float_program.save(float_file)
         optimized_file = Path(folder, "optimized.onnx")
         session = _session(onnxruntime, file)
         in_float, products = _products(onnxruntime, file, optimized_file)
@@ -151,9 +152,13 @@ def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Pa
 def _feeds(session: Any, arguments: Example) -> dict[str, Any]:
     """The example's tensors by the names of the graph's inputs, which stand in the order of the model's arguments."""
     leaves = tree_leaves((arguments.positional, arguments.by_name))
-    tensors = [leaf.detach().cpu().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    arrays = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensor = leaf.detach().cpu()
+            arrays.append(tensor.numpy())
     names = [value.name for value in session.get_inputs()]
-    return dict(zip(names, tensors, strict=True))
+    return dict(zip(names, arrays, strict=True))
 
 
 def _medians(sessions: Sequence[Any], feeds: Mapping[str, Any]) -> list[float]:
@@ -164,7 +169,8 @@ def _medians(sessions: Sequence[Any], feeds: Mapping[str, Any]) -> list[float]:
         for session, times in zip(sessions, milliseconds, strict=True):
             started = time.perf_counter()
             session.run(None, feeds)
-            times.append(1000 * (time.perf_counter() - started))
+            seconds = time.perf_counter() - started
+            times.append(1000 * seconds)
     return [median(times[1:]) for times in milliseconds]
 
 
@@ -173,6 +179,8 @@ def _largest_difference(outputs: Sequence[Any], expected: Any) -> float:
     tensors = [leaf for leaf in tree_leaves(expected) if isinstance(leaf, torch.Tensor)]
     largest = 0.0
     for output, tensor in zip(outputs, tensors, strict=True):
-        difference = np.abs(output.astype(np.float64) - tensor.double().cpu().numpy())
+        wide_output = output.astype(np.float64)
+        wide_tensor = tensor.double().cpu()
+        difference = np.abs(wide_output - wide_tensor.numpy())
         largest = max(largest, float(difference.max(initial=0.0)))
     return largest
