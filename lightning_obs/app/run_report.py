@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig
+
 from lightning_obs.app.from_config import plain
 from lightning_obs.app.job import Job
 from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.quality import Quality
-from lightning_obs.app.step_commands import StepCommands
+from lightning_obs.app.step_commands import StepCommands, command_of_run
 from lightning_obs.model.weight import model_bytes
 from lightning_obs.report.facts import Report
 from lightning_obs.report.judgement import judge
@@ -36,6 +38,28 @@ def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[s
     if original.higher_is_better is not None:
         facts["higher_is_better"] = {original.name: original.higher_is_better}
     return facts
+
+
+def run_provenance(config: DictConfig, flags: Sequence[str] = ()) -> dict[str, str]:
+    """Where the results of a run come from, by label, as far as its config and its command know it.
+
+    Args:
+        config: of the run.
+        flags: of its command, as for :func:`~lightning_obs.app.step_commands.command_of_run`.
+    """
+    texts = {}
+    command = command_of_run(flags)
+    if command is not None:
+        texts["command"] = command
+        texts["folder"] = str(Path.cwd())
+    data = config.get("data")
+    if data is not None:
+        entries = [f"{key}={value}" for key, value in plain(data).items() if value is not None and key != "_target_"]
+        texts["data"] = ", ".join(entries)
+    seed = config.task.get("seed")
+    if seed is not None:
+        texts["seed"] = str(seed)
+    return texts
 
 
 def gather_report(
@@ -63,6 +87,8 @@ def gather_report(
         can_run=commands.can_run,
         checkpoint=job.folder,
         sizes=sizes,
+        provenance=run_provenance(job.config),
+        against=job.config.against,
         **facts,
     )
 

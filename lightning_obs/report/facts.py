@@ -26,7 +26,7 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.logged_metrics import MetricKind, metric_kind, sorted_metrics
 from lightning_obs.report.metrics import ScaleDrift
-from lightning_obs.report.numbers import human_size, moved_texts, number, relative_change
+from lightning_obs.report.numbers import human_size, moved_texts, number, percent, relative_change
 from lightning_obs.report.predictions import Moved
 from lightning_obs.report.step import Step
 from lightning_obs.schemes.config import describe_scheme, observer_name
@@ -130,6 +130,9 @@ class Report:
         drift: how scales have moved.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
         lines: further lines of the summary.
+        provenance: where the report comes from, by label (command, data, seed...), beside what it knows of itself
+            (:func:`~lightning_obs.report.provenance.provenance`).
+        against: the ``report.json`` of an earlier run, or its folder, with which the page compares this run.
         can_run: whether a next step can run on this model after this run; without it, none is proposed.
         extra: further keys of ``report.json``.
     """
@@ -148,6 +151,8 @@ class Report:
     drift: ScaleDrift | None = None
     runs: Sequence[Mapping[str, Any]] = ()
     lines: Sequence[str] = ()
+    provenance: Mapping[str, str] = field(default_factory=dict)
+    against: str | os.PathLike[str] | None = None
     can_run: Callable[[Step], bool] = lambda step: False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -263,7 +268,7 @@ def metric_text(kind: MetricKind, before: float, after: float, arrow: str = "->"
     if change is None:
         return values
     verb = "changed by " if kind == "unknown" else ""
-    return f"{values} ({verb}{100 * change:+.1f} %)"
+    return f"{values} ({verb}{percent(change)})"
 
 
 def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:

@@ -218,14 +218,14 @@ def _rounding(run: _Run) -> Iterator[Step]:
 def _untrained(run: _Run) -> Iterator[Step]:
     """The calibrated model without training, where training made it worse."""
     if worse_than_calibrated(run.report):
-        python = _call("CalibrationCallback", run.report.options, {})
+        python = call_text("CalibrationCallback", run.report.options, {})
         yield Step("untrained", "Calibrate without training", "the calibrated model was better", python)
 
 
 def _fine_tune(run: _Run) -> Iterator[Step]:
     """Train through the quantization."""
     if not run.report.quality.was_trained:
-        python = _call("QuantizationAwareTraining", run.report.options, {})
+        python = call_text("QuantizationAwareTraining", run.report.options, {})
         yield Step("fine_tune", "Fine-tune it", "trains the weights through the quantization; it takes longest", python)
 
 
@@ -264,13 +264,13 @@ class _Name(str):
 def _calibration(report: Report, **changes: Any) -> str:
     """Python that calibrates, or trains, as the run did with some arguments changed."""
     callback = "QuantizationAwareTraining" if report.quality.was_trained else "CalibrationCallback"
-    return _call(callback, report.options, changes)
+    return call_text(callback, report.options, changes)
 
 
-def _call(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
+def call_text(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
     """The call of a callback with the options of the run, or with those that differ.
 
-    >>> _call("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
+    >>> call_text("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
     "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True)"
     """
     if options is None:

@@ -58,16 +58,29 @@ def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def human_size(size: float) -> str:
-    """Bytes for a person to read.
+    """Bytes for a person to read, with three digits or more.
 
-    >>> human_size(538 * 2**20)
-    '538 MiB'
+    >>> human_size(538 * 2**20), human_size(1.29 * 2**20), human_size(1000), human_size(12.5 * 2**30)
+    ('538 MiB', '1.29 MiB', '1000 B', '12.50 GiB')
     """
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
+    if size < 1024:
+        return f"{size:.0f} B"
+    for unit in ("KiB", "MiB"):
         size /= 1024
-    return f"{size:.2f} GiB"
+        if size < 1024:
+            digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
+            return f"{size:.{digits}f} {unit}"
+    return f"{size / 1024:.2f} GiB"
+
+
+def percent(change: float) -> str:
+    """A relative change in percent with its sign, which a change that rounds to nothing has not.
+
+    >>> percent(0.0264), percent(-0.0004)
+    ('+2.6 %', '0.0 %')
+    """
+    text = f"{100 * change:+.1f}"
+    return "0.0 %" if float(text) == 0 else f"{text} %"
 
 
 def folder_size(folder: str | os.PathLike[str]) -> int:

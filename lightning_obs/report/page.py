@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +21,13 @@ from lightning_obs.errors import refuse
 from lightning_obs.files.write import whole_file, write_text
 from lightning_obs.numerics.histogram import linear_bins
 from lightning_obs.report.cause import layer_losses, total_loss
+from lightning_obs.report.earlier_run import LISTED, compared_with, read_earlier
 from lightning_obs.report.facts import POOR_SQNR, Report, facts
 from lightning_obs.report.judgement import Judgement, judge
 from lightning_obs.report.layer_errors import LayerError
-from lightning_obs.report.numbers import finite, human_size, quality_of
+from lightning_obs.report.numbers import finite, human_size
+from lightning_obs.report.provenance import provenance
+from lightning_obs.report.runs import compared_runs
 from lightning_obs.report.summary import comparison
 from lightning_obs.schemes.config import as_names
 
@@ -62,6 +66,7 @@ COLUMNS = [
         smallest_first=False,
         description="Clipped is the share of input values beyond the chosen range.",
     ),
+    Column("sqnr_change", "since the run before [dB]", 1),
     Column("weight_sqnr", "weight [dB]", 1, is_wide=True),
     Column("weight_bits", "weight [bit]", 2, is_wide=True),
     Column("input_sqnr", "input [dB]", 1, is_wide=True),
@@ -172,6 +177,8 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["scores"] = report.decisions.scores
     data["judgement"] = asdict(judgement)
     data["judgement"]["signs"] = [sign._asdict() for sign in judgement.signs]
+    data["sizes"] = report.sizes
+    data["provenance"] = {**provenance(report.options, report.result), **report.provenance}
     data["summary"] = _summary(report, judgement)
     data["lines"] = as_names(report.lines)
     data["engines"] = {}
@@ -179,11 +186,23 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
         for name, verdict in report.result.plan.engines.items():
             data["engines"][name] = asdict(verdict)
     data["layers"] = list(_layers(report))
-    data["runs"] = [{**run, "quality": quality_of(run)} for run in report.runs]
+    data["runs"] = compared_runs(report.runs)
     data["drift"] = None
     if report.drift is not None:
         data["drift"] = {"steps": report.drift.steps, "drifts": report.drift.drifts}
+    data["earlier"] = None
+    if report.against is not None:
+        data["earlier"] = compared_with(read_earlier(report.against), data, report.quality.kind_of)
+        _add_changes(data)
     return data
+
+
+def _add_changes(data: dict[str, Any]) -> None:
+    """Add the change of each layer's SQNR since the earlier run [dB] to its row."""
+    rows = {row["name"]: row for row in data["layers"]}
+    earlier = data["earlier"]
+    for change in [*earlier["better"], *earlier["worse"]]:
+        rows[change["name"]]["sqnr_change"] = change["change"]
 
 
 def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
@@ -208,6 +227,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     """The text of ``report.html``."""
     loader = FileSystemLoader(_TEMPLATES)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
+    environment.filters["parts"] = _parts
     titles = {"share": f"share of the {report.lost} [%]"}
     unit = report.decisions.sensitivity_unit
     if unit:
@@ -226,8 +246,23 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["size"] = None if report.sizes is None else report.sizes[1]
     template = environment.get_template("report.html.j2")
     return template.render(
-        data=data, report=report, shown=shown, legend=legend, comparison=comparison, human_size=human_size
+        data=data,
+        report=report,
+        shown=shown,
+        legend=legend,
+        comparison=comparison,
+        human_size=human_size,
+        listed=LISTED,
     )
+
+
+def _parts(text: str) -> list[str]:
+    """A text of names and paths, cut where a line may end: behind a dot, a slash or an equals sign.
+
+    >>> _parts("model.layers/0 at 1.5 dB")
+    ['model.', 'layers/0 at 1.5 dB']
+    """
+    return re.split(r"(?<=[./=])(?<![0-9][.])(?=[^\W\d])", text)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:

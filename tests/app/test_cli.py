@@ -91,7 +91,13 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in table
     assert "perplexity" in table
     assert (tmp_path / "sweep" / "1" / "report.json").is_file()
-    assert "observer=minmax" in (tmp_path / "sweep" / "report.html").read_text()
+    page = (tmp_path / "sweep" / "report.html").read_text()
+    assert "observer=minmax" in page
+    assert '<a href="1/report.html">' in page
+    assert page.count('<td data-title="verdict" class="verdict ') == 2
+    made = json.loads((tmp_path / "sweep" / "report.json").read_text())["provenance"]["command"]
+    assert made.startswith("python -m lightning_obs --multirun ")
+    assert "scheme=int8_static observer=static_minmax,minmax" in made
 
 
 @pytest.mark.slow

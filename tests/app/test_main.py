@@ -260,6 +260,23 @@ def test_a_checkpoint_is_evaluated_to_the_perplexity_of_the_run_that_wrote_it(
     assert page.count("INT8_STATIC (run)") >= 2  # in the picture and in the table
 
 
+@pytest.mark.slow
+def test_a_run_is_compared_with_the_run_before_and_says_where_it_comes_from(composed, tmp_path):
+    quick = ("evaluate=false", "export=none")
+    run(composed("scheme=int8_static", *quick))
+    run(composed(*quick, f"against={tmp_path / 'run'}", f"output_dir={tmp_path / 'fp8'}"))
+    report = json.loads((tmp_path / "fp8" / "report.json").read_text())
+    assert report["earlier"]["title"].startswith("INT8_STATIC")
+    assert len(report["earlier"]["better"] + report["earlier"]["worse"]) + report["earlier"]["same"] == 14
+    assert "batches=2" in report["provenance"]["data"]
+
+
+def test_an_earlier_run_that_is_not_there_is_named_before_anything_is_loaded(composed, monkeypatch):
+    monkeypatch.setattr("lightning_obs.app.job.Job.load", lambda job: pytest.fail("the model was loaded"))
+    with pytest.raises(CalibrationError, match="/nowhere does not exist"):
+        run(composed("against=/nowhere"))
+
+
 @pytest.mark.parametrize(("runs", "match"), [("[]", "runs. Got none"), ("[/nowhere]", "/nowhere does not exist")])
 def test_runs_that_cannot_be_compared_are_named(composed, runs, match):
     with pytest.raises(CalibrationError, match=match):

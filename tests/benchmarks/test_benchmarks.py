@@ -35,10 +35,16 @@ def recovery(folder, tiny, *arguments):
         return run_script(SCRIPT, *words, folder=folder)
 
 
-def in_this_process(command, **_):
+in_a_new_process = subprocess.run
+
+
+def in_this_process(command, **options):
+    if command[0] == "git":  # for the commit on the page
+        return in_a_new_process(command, **options)
     assert command[:3] == [sys.executable, "-m", "lightning_obs"]
     done = run_command_line(*command[3:], folder=Path.cwd())
     assert done.returncode == 0, done.stderr
+    return done
 
 
 @pytest.mark.slow

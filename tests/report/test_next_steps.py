@@ -25,7 +25,7 @@ def test_remedies_are_ordered_by_the_noise_that_they_remove_by_this_run(tmp_path
     monkeypatch.chdir(tmp_path)
     steps = judge(run(), tmp_path / "out").steps
     assert [step.name for step in steps] == ["leave_out", "token_scales", "observers"]
-    assert steps[0].reason == "removes 100 % of the noise, costs 6 MiB"
+    assert steps[0].reason == "removes 100 % of the noise, costs 6.00 MiB"
     assert steps[0].changes == {"ignore": ["lm_head", "layers.1.down_proj", "layers.11.down_proj"]}
     assert steps[0].python == (
         'ignore = json.load(open("out/report.json"))["ignore"]\nCalibrationCallback(\'INT8_STATIC\', ignore=ignore)'

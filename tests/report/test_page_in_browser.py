@@ -156,7 +156,7 @@ def test_a_layer_shows_what_was_observed_what_its_scale_holds_its_levels_and_its
         "clipped",
         "after",
     ]
-    for mode, said in {"weight_width": "4 bit weights", "weight_observer": "mse", "after": "1 KiB"}.items():
+    for mode, said in {"weight_width": "4 bit weights", "weight_observer": "mse", "after": "1.00 KiB"}.items():
         browser.click(f"[data-mode={mode}]")
         assert browser.run(f"document.querySelector('.map [data-name=\"{name}\"]').title") == f"{name}: {said}"
 
@@ -236,7 +236,7 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
     assert browser.run("document.querySelector('#map [aria-pressed=true]').textContent") == "choice"
     assert "32 bits per weight, loss 0." in browser.run("document.getElementById('pictures').textContent")
     heard = browser.heard()
-    assert ("image", "after: 2 MiB") in heard
+    assert ("image", "after: 2.00 MiB") in heard
     assert ("image", "val_loss") in heard
 
 
@@ -285,7 +285,7 @@ def test_runs_of_almost_one_size_lie_together_above_the_line_of_full_precision(t
     (x, y), (other_x, other_y) = places
     assert abs(x - other_x) < 40 < abs(y - other_y)
     assert browser.run("document.querySelector('.limit').y1.baseVal.value") > max(y, other_y)
-    assert "full precision 14.8" in browser.run("document.querySelector('figure').textContent")
+    assert "original 14.8" in browser.run("document.querySelector('figure').textContent")
 
 
 @in_chromium
@@ -329,3 +329,98 @@ def test_runs_with_long_names_and_without_a_size_stay_in_the_comparison(tmp_path
         "ring",
     ]
     assert browser.run(WIDE) <= 0
+
+
+def points_of(browser):
+    return browser.run(
+        "[...document.querySelectorAll('figure circle')].map((one) => [one.cx, one.cy].map((v) => v.baseVal.value))"
+    )
+
+
+@in_chromium
+@pytest.mark.parametrize("width", [1300, 390])
+def test_a_comparison_links_runs_to_their_pages_names_points_and_has_the_original(tmp_path, browser, width):
+    runs = [
+        {"run": name, "metric": "perplexity", "perplexity": (14.8, after), "size": size * 2**20, "grade": grade}
+        for name, after, size, grade in [("W4A16", 16.3, 112.0, "usable"), ("FP8", 15.2, 213.0, "good")]
+    ]
+    for run, folder in zip(runs, ("four", "eight"), strict=True):
+        run |= {"original_size": 513 * 2**20, "page": f"../{folder}/report.html", "headline": "Said."}
+    runs.append({"run": "scheme=w8a8 (failed)"})
+    browser.open(write_report(tmp_path, Report.of("comparison", runs=runs)), width=width)
+    assert browser.run("[...document.querySelectorAll('.runs a')].map((link) => link.getAttribute('href'))") == [
+        "../four/report.html",
+        "../eight/report.html",
+    ]
+    assert browser.run("[...document.querySelectorAll('.verdict')].map((cell) => cell.textContent)") == [
+        "usable",
+        "good",
+        "",
+    ]
+    named = browser.run("[...document.querySelectorAll('figure text.strong')].map((text) => text.textContent)")
+    assert named == (["original", "1. W4A16", "2. FP8"] if width > 560 else ["original", "1", "2"])
+    assert browser.run("document.querySelectorAll('figure .original-mark, figure .frontier').length") == 2
+    assert browser.run("document.querySelectorAll('#map *').length") == 0
+    assert browser.run(WIDE) <= 0
+
+
+@in_chromium
+def test_runs_that_are_almost_equal_lie_on_one_another_and_share_a_name(tmp_path, browser):
+    runs = [
+        {"run": name, "metric": "perplexity", "perplexity": (14.8, after), "size": 213 * 2**20}
+        for name, after in (("a", 15.20), ("b", 15.21))
+    ]
+    browser.open(write_report(tmp_path, Report.of("comparison", runs=runs)))
+    (x, y), (other_x, other_y) = points_of(browser)
+    assert abs(x - other_x) + abs(y - other_y) < 9
+    assert browser.run("document.querySelector('figure text.strong').textContent") == "1, 2"
+
+
+@in_chromium
+def test_few_layers_have_a_line_each_with_their_whole_names_and_do_not_fill_the_window(tmp_path, browser):
+    report = made_up(2, choices={}, sensitivity={}, frontier=[], drift=None)
+    names = ["stem.0", "3.c1"]
+    report.errors = [replace(error, name=name, feeds=()) for error, name in zip(report.errors, names, strict=True)]
+    report.result.modules = names
+    browser.open(write_report(tmp_path, report))
+    assert browser.run("[...document.querySelectorAll('.map tbody th')].map((cell) => cell.textContent)") == names
+    assert browser.run("document.querySelector('.map').getBoundingClientRect().width") < 300
+    titles = browser.run("[...document.querySelectorAll('figcaption')].map((title) => title.textContent)")
+    assert titles == ["The worst layers: is it the weight or the input?"]
+    assert browser.run("[...document.querySelectorAll('.bars tbody th')].map((cell) => cell.textContent)") == sorted(
+        names, key=lambda name: next(error.sqnr for error in report.errors if error.name == name)
+    )
+
+
+@in_chromium
+def test_the_map_begins_with_a_view_that_has_values(tmp_path, browser):
+    report = made_up(6, choices={}, frontier=[])
+    report.errors = []
+    browser.open(write_report(tmp_path, report))
+    assert browser.run("document.querySelector('#map [aria-pressed=true]').dataset.mode") == "sensitivity"
+    assert browser.run("document.querySelectorAll('.map td button.unknown').length") == 0
+
+
+@in_chromium
+def test_one_large_bar_does_not_hide_the_others(tmp_path, browser):
+    scores = [
+        {"of": "input", "observer": name, "loss": loss, "tensors": 1}
+        for name, loss in (("a", 1000.0), ("b", 2.0), ("c", 1.0))
+    ]
+    report = made_up(6, choices={}, frontier=[], scores=scores)
+    browser.open(write_report(tmp_path, report))
+    widths = browser.run(
+        "[...document.querySelector('figure').querySelectorAll('.track i')].map((bar) => parseFloat(bar.style.width))"
+    )
+    assert widths[0] == 100
+    assert 100 > widths[1] > widths[2] >= 5
+    assert "logarithmic" in browser.run("document.querySelector('figure').textContent")
+
+
+@in_chromium
+def test_scales_that_did_not_move_have_no_picture(tmp_path, browser):
+    report = made_up(6, choices={}, frontier=[], sensitivity={})
+    for history in report.drift.drifts.values():
+        history[:] = [0.0] * len(history)
+    browser.open(write_report(tmp_path, report))
+    assert "Drift" not in browser.run("document.getElementById('pictures').textContent")

@@ -29,6 +29,7 @@ from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.session_callback import SessionCallback
 from lightning_obs.callbacks.trainer_session import describe
 from lightning_obs.numerics.histogram import Support
+from lightning_obs.report.earlier_run import read_earlier
 from lightning_obs.report.layer_errors import LayerError
 
 
@@ -72,6 +73,8 @@ class Calibrate(Task):
     def check(self) -> None:
         """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
         job = self.job
+        if self.config.against is not None:
+            read_earlier(self.config.against)  # what cannot be read is refused before anything is loaded
         job.use(self.make_callback(make_options(self.config)))
         check_gguf_files(job)
         job.load()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing_extensions import override
 from lightning_obs.app.console import say
 from lightning_obs.app.from_config import check_data, facts_for_data, load_module, make_data, make_trainer, plain
 from lightning_obs.app.quality import measure_quality
+from lightning_obs.app.run_report import run_provenance
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
@@ -25,6 +28,8 @@ from lightning_obs.schemes.config import as_names
 
 #: columns of a comparison that hold a number, beside the metric
 _NUMBERS = ("size", "seconds", "worst_sqnr", "divergence", "agreement")
+#: what a comparison shows of a run's own page
+_OF_PAGE = ("grade", "headline", "original_size", "page")
 
 
 class Evaluate(Task):
@@ -56,7 +61,7 @@ class Evaluate(Task):
         if trainer.is_global_zero:
             shown_size = "" if size is None else f"  size {human_size(size)}"
             say(f"{quality.name} {number(quality.value, 5)}{shown_size}")
-            report = Report(label, runs=[compared(self.report_row)])
+            report = Report(label, runs=[compared(self.report_row)], provenance=run_provenance(self.config))
             report.extra = {**self.report_row, "config": plain(self.config)}
             say(f"report {write_report(self.config.output_dir, report)}")
 
@@ -76,7 +81,7 @@ class Compare(Task):
 
     @override
     def run(self) -> None:
-        _write_comparison(self.config.output_dir, self.rows)
+        _write_comparison(self.config.output_dir, self.rows, run_provenance(self.config))
 
     @override
     def row(self) -> dict[str, Any]:
@@ -87,15 +92,15 @@ class ComparisonTable(Callback):
     """Callback of Hydra (``configs/config.yaml``) that compares the runs of a ``--multirun``, failed ones included."""
 
     def __init__(self) -> None:
-        #: of each run, its overrides, and the row or the error that it ended with
-        self.runs: list[tuple[list[str], Any]] = []
+        #: of each run, its overrides, the row or the error that it ended with, and the folder of its report
+        self.runs: list[tuple[list[str], Any, str]] = []
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised."""
         if job_return.status is JobStatus.COMPLETED:
             overrides = [str(override) for override in job_return.overrides or ()]
-            self.runs.append((overrides, job_return.return_value))
+            self.runs.append((overrides, job_return.return_value, str(config.output_dir)))
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
@@ -103,27 +108,60 @@ class ComparisonTable(Callback):
         if not self.runs:
             return
         shared_overrides = set(self.runs[0][0])
-        for overrides, _ in self.runs:
+        for overrides, _, _ in self.runs:
             shared_overrides &= set(overrides)
         rows = []
         failures = []
-        for overrides, outcome in self.runs:
+        for overrides, outcome, folder in self.runs:
             name = " ".join(word for word in overrides if word not in shared_overrides) or " ".join(overrides)
             if isinstance(outcome, Exception):
                 failures.append(f"{name} failed: {outcome}")
                 rows.append({"run": f"{name} (failed)"})
             else:
-                rows.append({**outcome, "run": name or outcome["run"]})
-        _write_comparison(config.hydra.sweep.dir, rows)
+                rows.append({**outcome, **_facts_of_report(Path(folder)), "run": name or outcome["run"]})
+        _write_comparison(config.hydra.sweep.dir, rows, {"command": _multirun_command(config)})
         for failure in failures:
             say(failure)
 
 
-def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def _multirun_command(config: DictConfig) -> str:
+    """The command of a ``--multirun``, of which Hydra keeps the words."""
+    words = [str(word) for word in config.hydra.overrides.task]
+    return shlex.join(["python", "-m", "lightning_obs", "--multirun", *words])
+
+
+def _facts_of_report(folder: Path) -> dict[str, Any]:
+    """What a comparison shows of a run's own page, beside its row; nothing where the run has written none."""
+    file = folder / "report.json"
+    if not file.exists():
+        return {}
+    report = read_json(file, expected="the report.json that the run has written")
+    return _facts_of_page(report, folder)
+
+
+def _facts_of_page(report: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The verdict of a run, the size of its original, and the path of its page, by its ``report.json``."""
+    judgement = report.get("judgement") or {}
+    before, _ = report.get("sizes") or (None, None)
+    return {
+        "grade": judgement.get("grade"),
+        "headline": judgement.get("headline"),
+        "original_size": before,
+        "page": str((folder / "report.html").resolve()),
+    }
+
+
+def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, str]) -> None:
     """Print the table, and write the page that shows it beside quality against size."""
     print()
     print_report(comparison_table([dict(row) for row in rows]))
-    report = Report("comparison", runs=[compared(row) for row in rows])
+    runs = []
+    for row in rows:
+        run = compared(row)
+        if run["page"] is not None:
+            run["page"] = Path(os.path.relpath(run["page"], Path(folder).resolve())).as_posix()
+        runs.append(run)
+    report = Report("comparison", runs=runs, provenance=provenance)
     say(f"report {write_report(folder, report)}")
 
 
@@ -131,11 +169,12 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce a run's row, or its ``report.json``, to the columns of a comparison.
 
     Returns:
-        ``run``, the numbers that every run may have (None where this one has none), and, if it was measured,
+        ``run``, the numbers that every run may have, the verdict, the page, and the original's size (each None where it
+        is not known), and, if it was measured,
         ``metric`` and under the metric's name its value before and after quantization.
     """
     columns = {"run": row.get("run")}
-    for name in _NUMBERS:
+    for name in (*_NUMBERS, *_OF_PAGE):
         columns[name] = row.get(name)
     metric, original, quantized = quality_of(row)
     if metric is not None:
@@ -158,7 +197,7 @@ def _row_of_report(path: Path) -> dict[str, Any]:
     expected = "runs=[<folder with the report.json that a run has written>]"
     report = read_json(file, expected=expected)
     with naming(file, expected=expected):
-        row = compared(report)
+        row = compared({**report, **_facts_of_page(report, folder)})
         run_name = report["run"]
         metric, *qualities = quality_of(row)
         for value in (*qualities, *(row[name] for name in _NUMBERS)):

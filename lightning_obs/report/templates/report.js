@@ -7,7 +7,8 @@
   const short = (v) => (!known(v) ? "not known" : Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : String(Number(v.toPrecision(4))));
   const size = (bytes) => {
     const at = bytes < 1024 ? 0 : Math.min(3, Math.floor(Math.log2(bytes) / 10));
-    return `${(bytes / 1024 ** at).toFixed(at > 2 ? 2 : 0)} ${["B", "KiB", "MiB", "GiB"][at]}`;
+    const value = bytes / 1024 ** at, digits = at === 0 ? 0 : at > 2 || value < 9.995 ? 2 : value < 99.95 ? 1 : 0;
+    return `${value.toFixed(digits)} ${["B", "KiB", "MiB", "GiB"][at]}`;
   };
 
   // ------------------------------------------------------------------ elements
@@ -19,8 +20,8 @@
   const element = (name, attributes = {}, ...children) => filled(document.createElement(name), attributes, children);
   const drawn = (name, attributes = {}, ...children) =>
     filled(document.createElementNS("http://www.w3.org/2000/svg", name), attributes, children);
-  // a line may end behind a dot, an underscore, a parenthesis or an equals sign
-  const breakable = (name) => name.split(/(?<=[._(=])/).flatMap((part) => [part, document.createElement("wbr")]);
+  // a line may end behind a dot, a slash, a parenthesis or an equals sign, but not before a number
+  const breakable = (name) => name.split(/(?<=[./(=])(?!\d)/).flatMap((part) => [part, document.createElement("wbr")]);
 
   // ------------------------------------------------------------------ axes
   function ticks(low, high, count) {
@@ -76,13 +77,22 @@
   function figure(title, make, note) {
     const place = element("div"), made = element("figure", {}, element("figcaption", {}, title), place);
     if (note) made.append(element("p", { class: "note" }, note));
-    document.getElementById("pictures").append(made);
+    const pictures = document.getElementById("pictures");
+    pictures.insertBefore(made, pictures.querySelector(".engines"));
     drawings.push(() => place.replaceChildren(...[make(Math.max(240, place.clientWidth || 460))].flat()));
   }
   const colour = (i) => `var(--c${i % 8})`;
   const legend = (names) => element("div", { class: "legend" },
     ...names.map((name, i) => element("span", {}, element("i", { style: `background:${colour(i)}` }), name)));
   const bar = (share, i, title = "") => element("i", { title, style: `width:${100 * share}%;background:${colour(i)}` });
+
+  // Lengths of bars as shares of the longest. Logarithmic where that one is 20 times the next and would hide them
+  function lengths(values) {
+    const above = values.filter((value) => value > 0).sort((a, b) => b - a), [most, next] = above, least = above.at(-1);
+    if (above.length < 3 || most <= 20 * next) return { of: (value) => value / (most || 1), note: "" };
+    const range = Math.log(most / least);
+    return { of: (value) => (value > 0 ? 0.05 + 0.95 * (Math.log(value / least) / range) : 0), note: "The lengths of the bars are logarithmic." };
+  }
 
   // ------------------------------------------------------------------ where a layer stands: depth and kind
   const inOrder = [...layers].sort((a, b) => (a.at ?? 1e9) - (b.at ?? 1e9));
@@ -99,12 +109,12 @@
   }
   const deep = inOrder.filter((row) => known(row.depth));
   const depths = [...new Set(deep.map((row) => row.depth))].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
-  const isStrip = depths.length < 2 || deep.length < layers.length / 2;
+  // each kind at one depth would be a diagonal
+  const isStrip = depths.length < 2 || deep.length < layers.length / 2 || new Set(deep.map((row) => row.kind)).size === deep.length;
   const kinds = isStrip ? [] : [...new Set(deep.map((row) => row.kind))];
   const common = kinds.reduce((a, b) => { while (!b.startsWith(a)) a = a.slice(0, -1); return a; }, kinds[0] ?? "");
   const cut = common.lastIndexOf("\u2217.") + 2;
   const kindName = (kind) => (cut > 1 ? kind.slice(cut) : kind).replaceAll("\u2217.", "");
-  const called = (row) => (isStrip || !known(row.depth) ? row.name : `${row.depth} \u00b7 ${kindName(row.kind)}`);
 
   // ------------------------------------------------------------------ the map
   // mixed in oklab between two ends: always lighter or always darker, so that colour-blind people can tell values apart
@@ -122,7 +132,7 @@
     { key: "input_observer", title: "input observer" },
     { key: "clipped", title: "clipped", ramp: "more", at: (v) => Math.sqrt(v / largest("clipped")), ends: ["0 %", "", `${short(largest("clipped"))} %`], text: (v) => `${v.toFixed(2)} % clipped`, cell: (v) => (v < 0.05 ? "" : v.toFixed(1)) },
     { key: "after", title: "bytes", ramp: "large", at: (v) => v / largest("after"), ends: ["0", "", size(largest("after"))], text: size, cell: () => "" },
-  ].filter(({ key }, i) => !i || layers.some((row) => known(row[key])));
+  ].filter(({ key }, i, all) => layers.some((row) => known(row[key])) || (!i && !all.some((other) => layers.some((row) => known(row[other.key])))));
   const decided = [`${data.scores[0]?.of}_observer`, "choice"].map((wanted) => modes.find(({ key }) => key === wanted));
   let mode = decided.find(Boolean) ?? modes[0], current = null;
 
@@ -149,14 +159,15 @@
   }
   function cellsOf(head, body, columns, label) {
     const room = (document.getElementById("map").clientWidth - 150) / columns.length;
-    const table = element("table", { class: room < 22 ? "map dense" : "map", "aria-label": label });
+    const widest = `max-width:calc(9.5rem + ${columns.length} * 5rem)`; // two layers do not fill the window
+    const table = element("table", { class: room < 22 ? "map dense" : "map", "aria-label": label, style: widest });
     table.append(element("colgroup", {}, element("col", { class: "names" }), ...columns.map(() => element("col"))));
     if (head) {
       const tenth = Math.max(1, Math.ceil(columns.length / 12));
       const titles = columns.map((one, i) => element("th", { scope: "col", class: i % tenth ? "" : "tenth" }, one));
       table.append(element("thead", {}, element("tr", {}, element("th", {}, head), ...titles)));
     }
-    const lines = body.map(([name, cells]) => element("tr", {}, element("th", { scope: "row", title: name }, name),
+    const lines = body.map(([name, cells]) => element("tr", {}, element("th", { scope: "row", title: name }, ...breakable(name)),
       ...cells.map((rows) => element("td", {}, ...(rows?.length ? [cellOf(rows)] : [])))));
     table.append(element("tbody", {}, ...lines));
     return table;
@@ -185,7 +196,9 @@
       const body = kinds.map((kind) => [kindName(kind), depths.map((depth) => at.get(`${kind}|${depth}`))]);
       tables.push(cellsOf("depth", body, depths, "layers by depth and kind"));
     }
-    const rest = isStrip ? inOrder : others;
+    const isNamed = isStrip && layers.length <= 8; // few enough for a line each
+    if (isNamed) tables.push(cellsOf("", inOrder.map((row) => [row.name, [[row]]]), [""], "layers in order"));
+    const rest = isNamed ? [] : isStrip ? inOrder : others;
     for (let from = 0; from < rest.length; from += 40) {
       const part = rest.slice(from, from + 40), all = [...part, ...Array(rest.length > 40 ? 40 - part.length : 0)];
       tables.push(cellsOf("", [[from ? "" : isStrip ? "in order" : "others", all.map((row) => row && [row])]], all, "layers in order"));
@@ -271,9 +284,12 @@
   }
   function channels(row, width) {
     const values = row.channels, label = `largest weight of each output channel of ${row.name}`, each = row.outputs / values.length;
-    const picture = plot(width, 150, label, { x: [0, row.outputs], y: [0, Math.max(...values) || 1], xlabel: "output channel", ylabel: "range" });
+    const above = values.filter((value) => value > 0).sort((a, b) => b - a), log = above.length > 1 && above[0] > 20 * above[1];
+    const picture = plot(width, 150, label, {
+      x: [0, row.outputs], y: log ? [above.at(-1) / 2, above[0]] : [0, Math.max(...values) || 1], log, xlabel: "output channel", ylabel: "range",
+    });
     values.forEach((value, i) => {
-      const y = picture.Y(value);
+      const y = log && !(value > 0) ? picture.bottom : picture.Y(value);
       picture.svg.append(drawn("rect", { x: picture.X(i * each), width: Math.max(1, picture.X(each) - picture.X(0) - 0.6), y, height: picture.bottom - y, class: "bin" }));
     });
     return element("div", {}, element("strong", {}, "Weight, range by channel"), picture.svg);
@@ -311,9 +327,10 @@
     if (ordered.length < 2) return;
     let sum = 0;
     const curve = [[0, 0], ...ordered.map((row, i) => [i + 1, Math.min(100, (sum += row.share))])];
+    const isFew = ordered.length < 8; // their table says it all
     const many = curve.find(([, share]) => share >= 80)?.[0] ?? ordered.length;
     const said = `${many} of ${layers.length} layers hold 80 % of the ${lost}`;
-    figure(`Where the ${lost} sits`, (width) => {
+    if (!isFew) figure(`Where the ${lost} sits`, (width) => {
       const picture = plot(width, 230, said, { x: [0, ordered.length], y: [0, 100], xlabel: "layers, worst first", ylabel: `share of the ${lost} [%]` });
       picture.svg.append(drawn("path", { d: path(curve.map(([x, y]) => [picture.X(x), picture.Y(y)])), class: "curve" }));
       picture.svg.append(drawn("line", { x1: picture.X(many), x2: picture.X(many), y1: picture.Y(0), y2: picture.Y(80), class: "limit" }));
@@ -321,13 +338,14 @@
       picture.svg.append(drawn("text", { x: picture.X(many) + (end ? -6 : 6), y: picture.Y(40), "text-anchor": end ? "end" : "start", class: "strong" }, `the worst ${many}: 80 %`));
       return picture.svg;
     });
-    const part = (row, i, share, base) => bar((row.share * share) / ordered[0].share, i, `${base}: ${(row.share * share).toFixed(2)} % of the ${lost}`);
-    const lines = ordered.slice(0, 10).map((row) => element("tr", {}, element("th", { scope: "row" }, element("button", { title: row.name, "data-name": row.name }, called(row))),
+    const worst = ordered.slice(0, 10), length = lengths(worst.map((row) => row.share));
+    const part = (row, i, share, base) => bar(length.of(row.share) * share, i, `${base}: ${(row.share * share).toFixed(2)} % of the ${lost}`);
+    const lines = worst.map((row) => element("tr", {}, element("th", { scope: "row" }, element("button", { title: row.name, "data-name": row.name }, ...breakable(row.name))),
       element("td", { class: "track" }, part(row, 0, 1 - row.by_input, "weight"), part(row, 1, row.by_input, "input")),
       element("td", {}, `${row.share.toFixed(1)} %`)));
     const head = element("thead", {}, element("tr", {}, ...["layer", "", `share of the ${lost}`].map((title) => element("th", { scope: "col" }, title))));
     const table = element("table", { class: "bars", "aria-label": `the worst layers: share of the ${lost} by weight and by input` }, head, element("tbody", {}, ...lines));
-    figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"]), table]);
+    figure("The worst layers: is it the weight or the input?", () => [legend(["weight", "input"]), table], length.note);
   }
   function frontier() {
     const points = data.frontier.filter((point) => known(point.loss) && point.mark !== "full precision");
@@ -358,16 +376,16 @@
     }, note);
   }
   function observers() {
-    const most = Math.max(...data.scores.map((score) => score.loss));
     if (!data.scores.length) return;
+    const length = lengths(data.scores.map((score) => score.loss));
     const best = {};
     for (const score of data.scores) if (!(best[score.of] <= score.loss)) best[score.of] = score.loss;
     const lines = data.scores.map((score) =>
       element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
-        element("td", { class: "track" }, bar(score.loss / (most || 1), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
+        element("td", { class: "track" }, bar(length.of(score.loss), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
     const head = element("thead", {}, element("tr", {}, ...["observer", "", "estimated loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
     figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
-      "Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange.");
+      `Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange. ${length.note}`);
   }
   function bytes() {
     const names = Object.keys(data.kinds), sums = [0, 1].map((i) => names.reduce((sum, name) => sum + data.kinds[name][i], 0));
@@ -397,29 +415,74 @@
     for (const base of new Set(keys.map(plainName)))
       lines(base, data.curves.map((point) => point.step), keys.filter((key) => plainName(key) === base).map((key) => [key, data.curves.map((point) => point[key])]), base);
     if (!data.drift) return;
-    const { steps, drifts } = data.drift, whole = Object.entries(drifts).filter(([, history]) => history.length === steps.length);
+    const { steps, drifts } = data.drift;
+    const whole = Object.entries(drifts).filter(([, history]) => history.length === steps.length && history.some((moved) => moved > 0));
     whole.sort((a, b) => b[1].at(-1) - a[1].at(-1));
     lines("Drift of the scales: those that moved most", steps, whole.slice(0, 6), "|log2(scale / first)|");
   }
+  // Names at points: each where it covers nothing, right, left, below or above of its point; else the run's number.
+  // Points that lie on one another share their numbers; where there is no room, the table has them.
+  function nameAtPoints(picture, points) {
+    const groups = [];
+    for (const point of points) {
+      const near = groups.find(([first]) => Math.hypot(first.x - point.x, first.y - point.y) < 9);
+      if (near) near.push(point); else groups.push([point]);
+    }
+    const taken = points.map(({ x, y }) => [x - 6, y - 6, x + 6, y + 6]);
+    const isFree = ([left, top, right, bottom]) => left >= picture.left && right <= picture.right && top >= picture.top - 8 && bottom <= picture.bottom
+      && !taken.some((box) => left < box[2] && right > box[0] && top < box[3] && bottom > box[1]);
+    for (const group of groups) {
+      const { x, y } = group[0], together = group.map((point) => point.names.at(-1)).join(", ");
+      const names = group.length > 1 ? [together] : group[0].names;
+      const places = names.flatMap((name) => {
+        const wide = 6.4 * name.length;
+        return [[x + 9, y + 4, wide], [x - 9 - wide, y + 4, wide], [x - wide / 2, y + 19, wide], [x - wide / 2, y - 10, wide]].map((place) => [name, ...place]);
+      });
+      const box = ([, left, base, wide]) => [left, base - 11, left + wide, base + 3];
+      const free = places.find((place) => isFree(box(place)));
+      if (!free) continue;
+      taken.push(box(free));
+      picture.svg.append(drawn("text", { x: free[1], y: free[2], class: "strong" }, free[0]));
+    }
+  }
   function comparison() {
-    const judged = data.runs.map(({ size, quality: [metric, before, after] }, i) => ({ size, metric, before, after, number: i + 1 }))
+    const judged = data.runs.map((run, i) => ({ ...run, metric: run.quality[0], before: run.quality[1], after: run.quality[2], number: i + 1 }))
       .filter((run) => run.metric && known(run.after));
     for (const name of new Set(judged.map((run) => run.metric))) {
-      const runs = judged.filter((run) => run.metric === name), sized = runs.filter((run) => run.size);
-      const befores = [...new Set(runs.map((run) => run.before))], full = befores.length === 1 && known(befores[0]) ? befores : [];
-      const mib = (run) => run.size / 2 ** 20, rest = runs.filter((run) => !run.size);
-      figure(`Runs: ${name} against size`, (width) => {
-        const x = sized.length ? around(sized.map(mib), 0.15, 0.2) : [0, 1], picture = plot(width, 280, `${name} of ${runs.length} runs against size`, {
-          x, y: around([...runs.map((run) => run.after), ...full], 0.15), xlabel: sized.length ? "size [MiB]" : "no run knows its size", ylabel: name,
-        });
-        for (const value of full) {
-          picture.svg.append(drawn("line", { x1: picture.left, x2: picture.right, y1: picture.Y(value), y2: picture.Y(value), class: "limit" }));
-          picture.svg.append(drawn("text", { x: picture.left + 4, y: picture.Y(value) - 5 }, `full precision ${short(value)}`));
+      const runs = judged.filter((run) => run.metric === name), sized = runs.filter((run) => run.size), rest = runs.filter((run) => !run.size);
+      // runs of one model have one original: a point where its size is known, else a line
+      const befores = [...new Set(runs.map((run) => run.before).filter(known))], wholes = [...new Set(runs.map((run) => run.original_size).filter(known))];
+      const full = befores.length === 1 ? befores[0] : null, whole = known(full) && wholes.length === 1 ? wholes[0] : null;
+      const mib = (bytes) => bytes / 2 ** 20, best = sized.filter((run) => run.is_best).sort((a, b) => a.size - b.size);
+      const notes = ["A dashed line joins the best of their size.", known(whole) ? "The square is the original." : "", rest.length ? "A ring: the size is not known." : ""];
+      figure(`${name} against size`, (width) => {
+        const sizes = [...sized.map((run) => mib(run.size)), ...(known(whole) ? [mib(whole)] : [])];
+        // equal runs lie on one another: no axis is shorter than a twentieth of its largest value
+        const x = sizes.length ? around(sizes, 0.15, 0.2) : [0, 1], y = around([...runs.map((run) => run.after), ...(known(full) ? [full] : [])], 0.15, 0.05);
+        const label = `${name} of ${runs.length} runs against size`;
+        const picture = plot(width, 320, label, { x: [Math.max(0, x[0]), x[1]], y, xlabel: sizes.length ? "size [MiB]" : "no run knows its size", ylabel: name });
+        if (known(full) && !known(whole)) {
+          picture.svg.append(drawn("line", { x1: picture.left, x2: picture.right, y1: picture.Y(full), y2: picture.Y(full), class: "limit" }));
+          picture.svg.append(drawn("text", { x: picture.left + 4, y: picture.Y(full) - 5 }, `original ${short(full)}`));
         }
-        for (const run of sized) dot(picture, mib(run), run.after, "mark", String(run.number));
-        for (const run of rest) dot(picture, x[0], run.after, "ring", String(run.number));
+        if (best.length > 1) picture.svg.append(drawn("path", { d: path(best.map((run) => [picture.X(mib(run.size)), picture.Y(run.after)])), class: "frontier" }));
+        const points = [];
+        if (known(whole)) {
+          const [px, py] = [picture.X(mib(whole)), picture.Y(full)], square = drawn("rect", { x: px - 4.5, y: py - 4.5, width: 9, height: 9, class: "original-mark" });
+          square.append(drawn("title", {}, `original: ${size(whole)}, ${short(full)}`));
+          picture.svg.append(square);
+          points.push({ x: px, y: py, names: ["original"] });
+        }
+        for (const run of [...sized, ...rest]) {
+          const px = run.size ? picture.X(mib(run.size)) : picture.left, py = picture.Y(run.after);
+          const mark = drawn("circle", { cx: px, cy: py, r: run.size ? 5 : 6, class: run.size ? "mark" : "ring" });
+          mark.append(drawn("title", {}, `${run.number}. ${run.run}: ${run.size ? size(run.size) : "size not known"}, ${short(run.after)}`));
+          picture.svg.append(mark);
+          points.push({ x: px, y: py, names: [...(width > 560 && run.run.length <= 40 ? [`${run.number}. ${run.run}`] : []), String(run.number)] });
+        }
+        nameAtPoints(picture, points);
         return picture.svg;
-      }, `Numbers as in the table below.${rest.length ? " A ring: the size is not known." : ""}`);
+      }, notes.filter(Boolean).join(" "));
     }
   }
   if (layers.length) drawings.push(drawMap);

@@ -1,0 +1,31 @@
+"""Runs side by side: the best of their size."""
+
+import pytest
+
+from lightning_obs.report.runs import compared_runs
+
+
+def best(*runs, metric="perplexity"):
+    """Whether each run, given as its size and its metric, is the best of its size."""
+    rows = [{"run": "a", "metric": metric, metric: (14.0, value), "size": size} for size, value in runs]
+    return [row["is_best"] for row in compared_runs(rows)]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "expected"),
+    [
+        ("perplexity", (16.0, 15.0, 17.0), [True, True, False]),
+        ("accuracy", (0.7, 0.9, 0.8), [True, True, False]),
+        ("power", (1.0, 2.0, 3.0), [False, False, False]),  # nobody knows whether more is better
+    ],
+)
+def test_a_larger_run_is_the_best_of_its_size_only_if_it_is_better(metric, values, expected):
+    assert best(*zip((100, 200, 300), values, strict=True), metric=metric) == expected
+
+
+def test_equal_runs_are_both_the_best_and_a_worse_one_of_that_size_is_not():
+    assert best((100, 15.0), (100, 15.0), (100, 15.1)) == [True, True, False]
+
+
+def test_runs_without_a_size_or_a_metric_are_not_judged():
+    assert best((None, 15.0), (100, None), (200, 16.0)) == [False, False, True]
