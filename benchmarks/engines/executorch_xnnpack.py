@@ -1,4 +1,4 @@
-"""Programs of export_program in ExecuTorch with XNNPACK: a residual net, a vision transformer, a language model.
+"""Programs of export_program in ExecuTorch with XNNPACK: a residual net, a vision transformer, two language models.
 
 make executorch, or: .venv-executorch/bin/python benchmarks/engines/executorch_xnnpack.py
 
@@ -32,7 +32,7 @@ from lightning_obs import CalibrationSession, export_program, quantized
 from lightning_obs.program.xnnpack import write_for_xnnpack
 
 SCHEME = "INT8_ONNX"  # inputs and outputs with one range each, behind batch norms and ReLUs
-#: logits of 256 classes in 256 steps are often equal, and then the first one wins
+#: left in float: logits of 256 classes in 256 steps are often equal, and then the first one wins
 IGNORE = {"language model": ["head"]}
 TOKENS = 64
 CALLS = 200
@@ -105,14 +105,18 @@ class VisionTransformer(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """The next byte, from the bytes before it; its Linears have no biases, as is usual today."""
+    """The next byte, from the bytes before it.
 
-    def __init__(self) -> None:
+    Args:
+        has_biases: whether its Linears have biases, as was usual once.
+    """
+
+    def __init__(self, has_biases: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(256, 64)
         self.positions = nn.Parameter(torch.randn(1, TOKENS, 64) * 0.02)
-        self.layers = nn.Sequential(*[Layer(64, is_causal=True, has_biases=False) for _ in range(3)])
-        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 256, bias=False)
+        self.layers = nn.Sequential(*[Layer(64, is_causal=True, has_biases=has_biases) for _ in range(3)])
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 256, has_biases)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.norm(self.layers(self.embedding(tokens) + self.positions)))
@@ -137,6 +141,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor
     "residual net": (residual_net, images, 150),
     "vision transformer": (VisionTransformer, images, 300),
     "language model": (LanguageModel, text, 1000),
+    "language model with biases": (partial(LanguageModel, has_biases=True), text, 1000),
 }
 
 

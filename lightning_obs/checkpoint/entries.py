@@ -34,6 +34,7 @@ from lightning_obs.errors import sendable
 from lightning_obs.files.tensors import TensorWriter
 from lightning_obs.model.kinds import is_transformers_model, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, get_scheme, quantized_states, read_qparams
+from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import by_unit, full_weight, identities, place_of, whole_tensor, whole_unit
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, pack_nibbles, quantize
 from lightning_obs.numerics.qparams import rows_per_scale
@@ -221,6 +222,9 @@ def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]
         value = full_weight(module) if key == "weight" else getattr(module, key)
         assert isinstance(value, torch.Tensor)
         tensors[key] = whole_tensor(value)
+    step = bias_step(module)
+    if step is not None and "bias" in tensors:
+        tensors["bias"] = round_bias(tensors["bias"], step)
     scheme = get_scheme(module)
     if scheme is not None:
         tensors |= read_qparams(module)

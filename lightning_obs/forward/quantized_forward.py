@@ -33,6 +33,7 @@ from lightning_obs.forward.quantized_tensors import (
     Switch,
     WeightCache,
     Writer,
+    bias_in_use,
     fake_quantize_for,
     quantization_of,
     quantized_weight,
@@ -61,9 +62,10 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
     """Run a calibrated model through fake quantization inside the ``with`` block.
 
     Weights and activations of calibrated modules are quantized and dequantized at each forward, so outputs are the
-    exported checkpoint's. Weights are not changed; LoRA adapters beside a weight are a part of it. Blocks nest. No
-    calibration observes calls inside, so ``validation_step`` can log a metric of the quantized model. A copy that is
-    made inside has the scales and runs in full precision, until it is run in a block of its own.
+    exported checkpoint's. Where a scheme quantizes input, weight and output of a module to int8, its bias is rounded as
+    well: engines add it to sums of integers. Weights are not changed; LoRA adapters beside a weight are a part of it.
+    Blocks nest. No calibration observes calls inside, so ``validation_step`` can log a metric of the quantized model. A
+    copy that is made inside has the scales and runs in full precision, until it is run in a block of its own.
 
     A :class:`CalibrationWarning` says that nothing was calibrated, so that the model runs in full precision, or which
     parameters have changed since, so that these are not the numbers of a checkpoint. Where weights are sharded, all
@@ -315,25 +317,24 @@ def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # th
     weight = weight_in_use(self)
     assert weight is not None
     weight = fake_quantize_for(self, weight, "weight")
-    output = F.linear(fake_quantize_for(self, input, "input"), weight, self.bias)
+    output = F.linear(fake_quantize_for(self, input, "input"), weight, bias_in_use(self))
     if quantization_of(self).output_by_hook:
         return output
     return fake_quantize_for(self, output, "output")
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The quantized forward of any other module: its own forward, with another input and another ``weight``."""
+    """The quantized forward of any other module: its own forward, with another input, ``weight`` and ``bias``."""
 
     def quantize_input(value: torch.Tensor) -> torch.Tensor:
         return fake_quantize_for(self, value, "input")
 
     args, kwargs = replace_input(args, kwargs, quantize_input)
-    weight = quantized_weight(self)
+    tensors = _tensors_in_use(self)
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
     attributes = vars(self)
-    masked_weight = attributes.get("weight")
-    if weight is not None:
-        attributes["weight"] = weight
+    masked_tensors = {name: attributes[name] for name in tensors if name in attributes}
+    attributes.update(tensors)
     quantization = quantization_of(self)
     try:
         if quantization.original_forward is None:
@@ -341,10 +342,22 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         else:
             output = quantization.original_forward(*args, **kwargs)
     finally:
-        attributes.pop("weight", None)
-        if masked_weight is not None:
-            attributes["weight"] = masked_weight
+        for name in tensors:
+            attributes.pop(name, None)
+        attributes.update(masked_tensors)
     return output if quantization.output_by_hook else _quantize_output(self, output)
+
+
+def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors that a module computes with in place of its own, by their names in it: weight and bias."""
+    tensors = {}
+    weight = quantized_weight(module)
+    if weight is not None:
+        tensors["weight"] = weight
+    bias = bias_in_use(module)
+    if bias is not None and bias is not getattr(module, "bias", None):
+        tensors["bias"] = bias
+    return tensors
 
 
 def _quantize_output(module: nn.Module, output: Any) -> Any:

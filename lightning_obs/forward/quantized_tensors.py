@@ -17,6 +17,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
+from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import full_weight
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.qparams import ATTENTION
@@ -28,6 +29,8 @@ Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 #: and like that it stays for good on the modules of a loaded checkpoint, whose copies run quantized, too. So it is no
 #: part of the module's mark (:mod:`lightning_obs.model.mark`), which is never copied.
 FORWARD_STATE = "quantized_forward"
+#: The buffer of a module that is traced, with its rounded bias: a constant, where computing it would add operations.
+ROUNDED_BIAS = "rounded_bias"
 #: status of modules whose weight is on the format's grid already
 _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
@@ -116,6 +119,26 @@ def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     if quantized is matrix:
         return weight
     return from_matrix(module, quantized, weight.shape).contiguous()
+
+
+def bias_in_use(module: nn.Module) -> torch.Tensor | None:
+    """The bias that a quantized forward adds, with gradients: rounded where engines add an integer (:func:`bias_step`).
+
+    Called by every quantized forward.
+
+    Returns:
+        The module's own bias where it is not rounded, or switched off; None without one.
+    """
+    bias = getattr(module, "bias", None)
+    if bias is None:
+        return None
+    switch = quantization_of(module).switch
+    if not (switch.weights and switch.activations and getattr(module, "quantization_enabled", True)):
+        return bias
+    if switch.writer is not None:
+        return module._buffers.get(ROUNDED_BIAS, bias)
+    step = bias_step(module)
+    return bias if step is None else straight_through(bias, round_bias(bias, step))
 
 
 def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) -> torch.Tensor:

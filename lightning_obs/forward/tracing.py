@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
@@ -21,9 +21,11 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
+from lightning_obs.forward.quantized_tensors import ROUNDED_BIAS
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready
 from lightning_obs.model.offload import is_offloaded
+from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import in_shards, whole_shape
 from lightning_obs.numerics.qparams import scheme_args
 
@@ -134,7 +136,11 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
     with ExitStack() as stack, unfused(model), torch.inference_mode(False), torch.no_grad():
         for _, module in list(calibrated_modules(model)):
             writer = make_writer(module)
-            for name, value in writer.buffers.items():
+            buffers = dict(writer.buffers)
+            step = bias_step(module)
+            if step is not None:
+                buffers[ROUNDED_BIAS] = round_bias(cast(torch.Tensor, module.bias), step)
+            for name, value in buffers.items():
                 module.register_buffer(name, value, persistent=False)
                 stack.callback(delattr, module, name)
             stack.callback(quantize_forward(module, writer=writer))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy, QuantizationType
 from torch import nn
 
 from lightning_obs.model.kinds import from_matrix
@@ -93,3 +93,46 @@ def stored_codes(module: nn.Module) -> torch.Tensor:
     assert stored is not None  # the scheme quantizes the weight
     assert shape is not None
     return from_matrix(module, stored.codes, shape).contiguous()
+
+
+# ---------------------------------------------------------------------- biases
+
+
+def bias_step(module: nn.Module) -> torch.Tensor | None:
+    """The step of a module's bias where engines compute the module from integers to integers.
+
+    They add the bias to sums of products of integers, as an int32, so it is rounded to a multiple of the sums' step,
+    ``input_scale * weight_scale``. That is a hundredth of an output's step, but enough to take a few of a thousand
+    outputs to the next level, which adds up over layers. Where a module gives floats, engines add the bias in float.
+
+    Returns:
+        ``(rows,)`` or ``(1,)`` in float32; None where the bias stays in float: the module has none, or its scheme does
+        not quantize input, weight and output to int8 with calibrated ranges, or their ranges are not known yet.
+    """
+    bias = getattr(module, "bias", None)
+    if not isinstance(bias, torch.Tensor) or not _is_from_integers_to_integers(module):
+        return None
+    input_scale = getattr(module, "input_scale", None)
+    weight_scale = getattr(module, "weight_scale", None)
+    if input_scale is None or weight_scale is None:
+        return None
+    step = weight_scale.detach().float().flatten() * input_scale.detach().float().flatten()
+    return step if step.numel() in (1, bias.numel()) else None
+
+
+def round_bias(bias: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """The nearest multiples of a step of :func:`bias_step`, in the bias's dtype and without a gradient."""
+    step = step.to(bias.device)
+    return (torch.round(bias.detach().float() / step) * step).to(bias.dtype)
+
+
+def _is_from_integers_to_integers(module: nn.Module) -> bool:
+    """Whether a module's scheme has 8-bit integers for weight, input and output, with calibrated ranges."""
+    for base_name in ("weight", "input", "output"):
+        args = args_of(module, base_name)
+        if args is None or args.type != QuantizationType.INT or args.num_bits != 8 or args.dynamic is not False:
+            return False
+        is_per_channel = base_name == "weight" and args.strategy == QuantizationStrategy.CHANNEL
+        if args.strategy != QuantizationStrategy.TENSOR and not is_per_channel:
+            return False
+    return True
