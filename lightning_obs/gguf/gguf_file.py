@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
 from numpy.typing import NDArray
 from torch import nn
 
@@ -184,6 +184,8 @@ def _reason_against(module: nn.Module, scheme: QuantizationScheme) -> str | None
     shape = matrix_shape(module)
     if shape is None:
         return f"the weight of a {type(module).__name__}"
+    if scheme.weights.strategy == QuantizationStrategy.TENSOR_GROUP:
+        return f"{describe(scheme.weights)} weights with their global scale, which llama.cpp leaves out in many models"
     if format_for(scheme.weights, shape[1]) is None:
         return f"{describe(scheme.weights)} weights of {shape[1]} columns"
     if hasattr(module, "weight_g_idx"):
