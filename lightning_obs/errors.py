@@ -88,9 +88,9 @@ def refuse(
 def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "unknown option") -> None:
     """Raise a :class:`CalibrationError` for names that are not known, with the nearest that is.
 
-    >>> refuse_unknown(["export_dir"], ["export_folder", "ignore"])
+    >>> refuse_unknown(["export_dir"], ["export_to", "ignore"])
     Traceback (most recent call last):
-    lightning_obs.errors.CalibrationError: unknown option: export_dir (did you mean `export_folder`?).
+    lightning_obs.errors.CalibrationError: unknown option: export_dir (did you mean `export_to`?).
     """
     hints = {name: likely(name, known) for name in given if name not in known}
     refuse(

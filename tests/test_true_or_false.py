@@ -19,11 +19,11 @@ from lightning_obs import (
 
 
 def callback(**options):
-    return CalibrationCallback("FP8", export_folder="out", **options)
+    return CalibrationCallback("FP8", export_to="out", **options)
 
 
 def training(**options):
-    return QuantizationAwareTraining("FP8", export_folder="out", **options)
+    return QuantizationAwareTraining("FP8", export_to="out", **options)
 
 
 def weight_observer(**hyperparameters):

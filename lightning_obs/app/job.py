@@ -37,7 +37,7 @@ class Job:
         model: the module that is calibrated, ``module`` itself or one inside it (``config.module``).
         data: to calibrate, train and measure on.
         folder: of the checkpoint to write; None: none is written.
-        gguf_file: to write; None: none is written.
+        file: to write, of another format than a checkpoint's; None: none is written.
     """
 
     callback: SessionCallback
@@ -49,7 +49,7 @@ class Job:
     def __init__(self, config: DictConfig) -> None:
         self.config = config
         self.folder = Path(config.export.folder) if config.export.folder else None
-        self.gguf_file = Path(config.export.file) if config.export.get("file") else None
+        self.file = Path(config.export.file) if config.export.get("file") else None
 
     def use(self, callback: SessionCallback) -> None:
         """Let this callback calibrate, in a new Trainer. A task that chooses its scheme calls this a second time."""

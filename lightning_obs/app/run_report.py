@@ -15,6 +15,7 @@ from lightning_obs.app.models.pretrained import DEFAULT_MODEL
 from lightning_obs.app.quality import Quality
 from lightning_obs.app.step_commands import StepCommands, command_of_run
 from lightning_obs.model.weight import model_bytes
+from lightning_obs.onnx.onnx_file import bytes_of
 from lightning_obs.report.facts import Report
 from lightning_obs.report.judgement import judge
 from lightning_obs.report.numbers import folder_size
@@ -78,14 +79,15 @@ def gather_report(
     sizes = None
     if job.folder is not None:
         sizes = (model_bytes(job.model), folder_size(job.folder))
-    elif job.gguf_file is not None:
-        sizes = (model_bytes(job.model), job.gguf_file.stat().st_size)
+    elif job.file is not None:
+        sizes = (model_bytes(job.model), bytes_of(job.file))
     return job.callback.results.facts(
         title=f"{label} \N{MIDDLE DOT} {model_name}",
         lines=list(lines),
         are_held_out=True,
         can_run=commands.can_run,
         checkpoint=job.folder,
+        files=[] if job.file is None else [job.file],
         sizes=sizes,
         provenance=run_provenance(job.config),
         against=job.config.against,

@@ -160,7 +160,7 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
 
 #: changes of the steps whose change depends on nothing
 _CHANGES = {
-    "export": _Change(["export=checkpoint"], keys=["export.folder", "export.file", "export.base"]),
+    "export": _Change(["export=checkpoint"], keys=["export.folder"]),
     "measure": _Change(["evaluate=true"]),
     "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
     "rounding": _Change(["recipe=accurate"], groups=["weight_observer", "rounding", "recipe"]),

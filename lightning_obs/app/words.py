@@ -7,6 +7,7 @@ import re
 #: regular expressions of Python's options in errors, and their replacements
 _REPLACEMENTS = (
     (r"dtype=torch\.bfloat16", "model.dtype=bfloat16"),
+    (r"dtype=torch\.float32, or call model\.float\(\) before it is calibrated", "model.dtype=float32"),
     (r"device_map='auto'", "model.device_map=auto"),
     (r"engines=[\"'](\S+?)[\"']", r"export.engines=\1"),
     (r"overwrite=True(.*?) \(a callback's export_overwrite=True\)", r"export.overwrite=true\1"),

@@ -6,7 +6,6 @@ Lightning already runs the user's data through the user's model; this callback o
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, split_candidates
+from lightning_obs.callbacks.destinations import ExportTo
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.observed_batches import ObservedBatches, ValidationSchedule
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
@@ -73,11 +73,15 @@ class CalibrationCallback(SessionCallback):
             None: the one transformers model that it holds (of several, the one nearest to it); without one its only
             child with weights, if it has no ``forward`` itself; else the LightningModule. The choice is printed at the
             start. Default: None.
-        export_folder (str | PathLike | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
-            ``export(export_folder)`` would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is
-            taken and a fit without validation are errors before the first batch. Default: None, nothing is written.
-        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run of this
-            callback. Default: False.
+        export_to (str | PathLike | list | dict | None): what to write when ``validate`` or ``fit`` has ended; not in
+            ``fast_dev_run``, nor after an error or Ctrl-C. A folder gets the checkpoint, as ``export(folder)`` writes
+            it; a name that ends in ``.onnx``, ``.pt2`` or ``.gguf`` is a file, as ``export_onnx``, ``export_program``
+            and ``export_gguf`` write them. A list has several; a dict has the options of each:
+            ``{"model.onnx": {"signed": True}, "model.gguf": {"base": "model-f16.gguf"}}``. A path that is taken, a
+            model or scheme that the format cannot hold, a missing package and a fit without validation are errors
+            before the first batch. Default: None, nothing is written.
+        export_overwrite (bool): replace what is at the paths of ``export_to`` before the first run of this callback.
+            Default: False.
         sanity_check (bool): also calibrate in fit's sanity check (its few batches). False: nothing is observed there,
             and a warning names layers that its batches do not call. Default: False.
         token_mask (str | Callable | None): where to find, in a batch, which tokens count: a key (``"attention_mask"``)
@@ -105,7 +109,7 @@ class CalibrationCallback(SessionCallback):
         engines (str | Sequence[str]): the engines that will load the checkpoint: ``"transformers"``
             (``from_pretrained``), ``"dequantize"``, ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of
             your own, or ``"unchecked"``. The checkpoint is written for the first one; one that any of them would refuse
-            is an error now. Default: (), transformers.
+            is an error now. Default: (), transformers; where ``export_to`` names files alone, unchecked.
         calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
             Outputs do not change. Default: False.
         fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition
@@ -138,7 +142,7 @@ class CalibrationCallback(SessionCallback):
         dataloaders: int | str | Sequence[int | str] | None = None,
         show: bool = True,
         module: str | None = None,
-        export_folder: str | os.PathLike[str] | None = None,
+        export_to: ExportTo = None,
         export_overwrite: bool = False,
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
@@ -150,9 +154,9 @@ class CalibrationCallback(SessionCallback):
         if "observers" in options:
             options["observers"], candidates = split_candidates(options["observers"])
         require_bool(show=show)
-        calibration_options = CalibrationOptions.of(scheme, **options)
+        export_at_end = make_export_at_end(export_to, export_overwrite)
+        calibration_options = export_at_end.options_for(CalibrationOptions.of(scheme, **options))
         trainer_session = TrainerSession(module)
-        export_at_end = make_export_at_end(export_folder, export_overwrite)
         self.batches = ObservedBatches(token_mask, max_batches, dataloaders)
         evaluates = evaluate != 0  # False is 0
         self.schedule = ValidationSchedule(every_n_epochs, sanity_check, starts_at_once=evaluates)
@@ -172,7 +176,8 @@ class CalibrationCallback(SessionCallback):
             trainer_session,
             calibration_options.label,
             log,
-            None if export_at_end is None else export_at_end.folder,
+            export_at_end.folder,
+            files=export_at_end.files,
             quantized_metrics=self.quantized_metrics,
             auto=self.auto,
             is_masked=token_mask is not None,
@@ -282,8 +287,9 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing on the model; keep the metrics that were logged."""
+        """Leave nothing on the model; keep the metrics that were logged; refuse a file that has no example."""
         self.results.keep_metrics(trainer)
+        self.export_at_end.require_example(trainer, self.results)
         self.schedule.warn_of_uncalled(trainer)
         stop_all(self.parts_of_run)
 
@@ -303,7 +309,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; write ``export_folder``; warn if the run has calibrated nothing."""
+        """Leave nothing behind; write ``export_to``; warn if the run has calibrated nothing."""
         super().teardown(trainer, pl_module, stage)
         if self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated:
             return

@@ -1,4 +1,4 @@
-"""Write the checkpoint when ``validate`` or ``fit`` has ended.
+"""Write the destinations of ``export_to`` when ``validate`` or ``fit`` has ended.
 
 That is in ``teardown``: weight averaging has put its weights into the model, the last validation of a fit is over, and
 Lightning does not call it after an error or Ctrl-C.
@@ -6,20 +6,19 @@ Lightning does not call it after an error or Ctrl-C.
 
 from __future__ import annotations
 
-import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import nn
 
+from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.destinations import Destination
 from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.strategies import collectives_of
-from lightning_obs.errors import CalibrationError
-from lightning_obs.files.write import require_free
-from lightning_obs.model.module_qparams import refuse_unmerged
-from lightning_obs.model.weight import in_shards
+from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.ranks.collectives import on_all_ranks
 
 if TYPE_CHECKING:
@@ -27,67 +26,126 @@ if TYPE_CHECKING:
 
 
 class ExportAtEnd:
-    """Writes a callback's ``export_folder`` at the end of its runs.
+    """Writes a callback's ``export_to`` at the end of its runs.
 
     Args:
-        folder: of the checkpoint.
-        overwrite: replace a checkpoint that was in the folder before the first run. The checkpoints that this object
-            has written itself are always replaced.
+        destinations: to write; there may be none. What this object has written itself is always replaced later.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], overwrite: bool) -> None:
-        self.folder = Path(folder)
-        self._overwrite = overwrite
+    def __init__(self, destinations: Sequence[Destination]) -> None:
+        self.destinations = list(destinations)
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the first checkpoint; None: none is written."""
+        for destination in self.destinations:
+            if type(destination) is Destination:
+                return destination.path
+        return None
+
+    @property
+    def files(self) -> list[Path]:
+        """The paths of the files that are no checkpoints."""
+        return [destination.path for destination in self.destinations if type(destination) is not Destination]
+
+    def options_for(self, options: CalibrationOptions) -> CalibrationOptions:
+        """The options for the calibration: no engine for checkpoints is asked where files alone are written.
+
+        Args:
+            options: as the user has set them; engines that are named are asked.
+        """
+        if self.destinations and self.folder is None and not options.engines:
+            return CalibrationOptions.of(options, engines="unchecked")
+        return options
 
     def require_possible(self, trainer: Trainer) -> None:
-        """Refuse a folder that could not be written in the end; called in ``setup``, on all ranks.
+        """Refuse destinations that could not be written in the end; called in ``setup``, on all ranks.
 
         Raises:
-            CalibrationError: the folder is taken, or this fit does not validate.
+            CalibrationError: a path is taken, a package is missing, this fit does not validate, or it changes the
+                weights that a destination is written beside.
         """
-        if trainer.fast_dev_run:
-            rank_zero_info(f"fast_dev_run: {self.folder} is not written")
-        folder = self._folder_of_run(trainer)
-        if folder is None:
+        if self.destinations and trainer.fast_dev_run:
+            rank_zero_info(f"fast_dev_run: {name_list(self._paths)} is not written")
+        if not self._writes(trainer):
             return
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.enable_validation:
-            raise CalibrationError(
-                "this fit will not validate, so no checkpoint could be written in the end",
-                where=[str(folder)],
-                expected="a validation loader, a validation_step, and limit_val_batches above 0",
-                remedy="give it these, or leave export_folder out.",
-            )
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._refuse_fit(trainer)
         with on_all_ranks(collectives_of(trainer)):
             if trainer.is_global_zero:
-                require_free(folder, self._overwrite)
+                for destination in self.destinations:
+                    destination.check_path()
 
-    def require_merged(self, model: nn.Module) -> None:
-        """Refuse sharded weights whose adapters would have to be merged for the checkpoint."""
-        if any(in_shards(module) for module in model.modules()):
-            refuse_unmerged(model, "export_folder, of sharded weights,")
+    def _refuse_fit(self, trainer: Trainer) -> None:
+        """Refuse a fit at whose end nothing could be written."""
+        if not trainer.enable_validation:
+            raise CalibrationError(
+                "this fit will not validate, so nothing could be written in the end",
+                where=self._paths,
+                expected="a validation loader, a validation_step, and limit_val_batches above 0",
+                remedy="give it these, or leave export_to out.",
+            )
+        refuse(
+            [str(destination.path) for destination in self.destinations if destination.replaces_weights],
+            "the base of a GGUF file holds the weights from before the training",
+            remedy="leave it out of this fit's export_to. Afterwards convert the trained model with llama.cpp, and "
+            "call callback.export_gguf(file, base).",
+        )
 
-    def write(self, trainer: Trainer, results: Results) -> None:
-        """Write the checkpoint of a run that has ended; no rank goes on before it is complete.
+    def require_writable(self, trainer: Trainer, session: CalibrationSession) -> None:
+        """Refuse a model or a scheme that a destination cannot hold; called on all ranks before data run.
 
         Raises:
-            CalibrationError: the run has calibrated nothing, or the folder cannot be written.
+            CalibrationError: names the modules, what the format holds, and the remedy.
         """
-        folder = self._folder_of_run(trainer)
-        if folder is None:
+        if not self._writes(trainer):
+            return
+        with on_all_ranks(session.collectives):
+            if trainer.is_global_zero:
+                for destination in self.destinations:
+                    destination.check_model(session.model, session.plan.schemes)
+
+    def require_example(self, trainer: Trainer, results: Results) -> None:
+        """Refuse to go on if a file is to be traced and no batch has called the model; called after a validation.
+
+        The sanity check of a fit is one: a training does not end with an error that could be known before it.
+
+        Raises:
+            CalibrationError: there is no example, of the validation or in the destination's options.
+        """
+        if not self._writes(trainer) or results.session is None:
+            return
+        for destination in self.destinations:
+            if destination.is_traced and destination.options.get("example") is None:
+                results.first_call.require(results.session.model)
+
+    def write(self, trainer: Trainer, results: Results) -> None:
+        """Write what a run that has ended has calibrated; no rank goes on before all of it is complete.
+
+        Raises:
+            CalibrationError: the run has calibrated nothing, or a destination cannot be written.
+        """
+        if not self._writes(trainer):
             return
         if not results.trainer_session.has_calibrated:
             run = "fit" if trainer.state.fn == TrainerFn.FITTING else "validation"
             raise CalibrationError(
-                f"the {run} has ended and nothing was calibrated, so there is no checkpoint to write",
-                where=[str(folder)],
+                f"the {run} has ended and nothing was calibrated, so there is nothing to write",
+                where=self._paths,
                 expected="a validation with batches",
             )
         with on_all_ranks(collectives_of(trainer)):
-            results.export(folder, overwrite=self._overwrite)
-        self._overwrite = True
-        rank_zero_info(f"wrote {folder}")
+            for destination in self.destinations:
+                destination.write(results)
+        for destination in self.destinations:
+            destination.overwrite = True
+        rank_zero_info(f"wrote {name_list(self._paths)}")
 
-    def _folder_of_run(self, trainer: Trainer) -> Path | None:
-        """The folder that the Trainer's present run writes; None: it writes none."""
+    @property
+    def _paths(self) -> list[str]:
+        return [str(destination.path) for destination in self.destinations]
+
+    def _writes(self, trainer: Trainer) -> bool:
+        """Whether the Trainer's present run writes its destinations."""
         is_exported = trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING)
-        return self.folder if is_exported and not trainer.fast_dev_run else None
+        return bool(self.destinations) and is_exported and not trainer.fast_dev_run

@@ -49,6 +49,23 @@ class FirstCall:
             self._stop_watching()
         self._stop_watching = None
 
+    def require(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call that was kept.
+
+        Args:
+            model: of the session.
+
+        Raises:
+            CalibrationError: no call was seen.
+        """
+        if self._call is None or self._model is not model:
+            raise CalibrationError(
+                f"no validation batch has called {type(model).__name__}, so there is no example to trace it with",
+                remedy="give one: export_onnx(file, example), export_program(file, example), or "
+                'export_to={"model.onnx": {"example": example}}.',
+            )
+        return self._call
+
     def example(self, model: nn.Module, *, is_dynamic: bool) -> tuple[Any, ...] | dict[str, Any]:
         """The example for a writer: positional arguments alone, or else all arguments by name.
 
@@ -61,20 +78,15 @@ class FirstCall:
         Raises:
             CalibrationError: no call was seen.
         """
-        if self._call is None or self._model is not model:
-            raise CalibrationError(
-                f"no validation batch has called {type(model).__name__}, so there is no example to trace it with",
-                remedy="give one: export_onnx(file, example).",
-            )
-        args, kwargs = self._call
+        args, kwargs = call = self.require(model)
         if not is_dynamic:
-            args, kwargs = _first_samples(self._call, 1)
+            args, kwargs = _first_samples(call, 1)
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         if not kwargs:
             return tuple(args)
         by_name = inspect.signature(model.forward).bind(*args, **kwargs)
-        labels = _label_names(model)
+        labels = label_names(model)
         example = {}
         for name, value in _flat(by_name).items():
             if name not in labels:
@@ -117,7 +129,7 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
     return arguments
 
 
-def _label_names(model: nn.Module) -> list[str]:
+def label_names(model: nn.Module) -> list[str]:
     """The arguments of a transformers model's forward from which it computes a loss."""
     if not is_transformers_model(model):
         return []

@@ -6,7 +6,6 @@ reading at the callback's hooks: each calls these parts.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from typing_extensions import Unpack, override
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.destinations import ExportTo
 from lightning_obs.callbacks.distillation import Distillation
 from lightning_obs.callbacks.lightning_package import TrainerFn
 from lightning_obs.callbacks.observed_batches import ObservedBatches
@@ -81,11 +81,15 @@ class QuantizationAwareTraining(SessionCallback):
             None: the one transformers model that it holds (of several, the one nearest to it); without one its only
             child with weights, if it has no ``forward`` itself; else the LightningModule. The choice is printed at the
             start. Default: None.
-        export_folder (str | PathLike | None): write the checkpoint there when ``validate`` or ``fit`` has ended, as
-            ``export(export_folder)`` would; not in ``fast_dev_run``, nor after an error or Ctrl-C. A folder that is
-            taken and a fit without validation are errors before the first batch. Default: None, nothing is written.
-        export_overwrite (bool): replace the checkpoint that is in ``export_folder`` before the first run of this
-            callback. Default: False.
+        export_to (str | PathLike | list | dict | None): what to write when ``validate`` or ``fit`` has ended; not in
+            ``fast_dev_run``, nor after an error or Ctrl-C. A folder gets the checkpoint, as ``export(folder)`` writes
+            it; a name that ends in ``.onnx``, ``.pt2`` or ``.gguf`` is a file, as ``export_onnx``, ``export_program``
+            and ``export_gguf`` write them. A list has several; a dict has the options of each:
+            ``{"model.onnx": {"signed": True}, "model.gguf": {"base": "model-f16.gguf"}}``. A path that is taken, a
+            model or scheme that the format cannot hold, a missing package and a fit without validation are errors
+            before the first batch. Default: None, nothing is written.
+        export_overwrite (bool): replace what is at the paths of ``export_to`` before the first run of this callback.
+            Default: False.
         sanity_check (bool): quantize and observe also in fit's sanity check (its few batches). Default: False.
         token_mask (str | Callable | None): where to find, in a batch, which tokens count: a key (``"attention_mask"``)
             or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others
@@ -109,7 +113,7 @@ class QuantizationAwareTraining(SessionCallback):
         engines (str | Sequence[str]): the engines that will load the checkpoint: ``"transformers"``
             (``from_pretrained``), ``"dequantize"``, ``"vllm"``, ``"sglang"``, ``"llama.cpp"``, the name of an engine of
             your own, or ``"unchecked"``. The checkpoint is written for the first one; one that any of them would refuse
-            is an error now. Default: (), transformers.
+            is an error now. Default: (), transformers; where ``export_to`` names files alone, unchecked.
         calibrate_all_experts (bool): let every expert observe all tokens, not only those that the router sends it.
             Outputs do not change. Default: False.
         fused_sets (Sequence[Sequence[str]]): names of modules, under one parent, that your engine fuses, in addition
@@ -150,7 +154,7 @@ class QuantizationAwareTraining(SessionCallback):
         start_step: int = 0,
         freeze_after: int | None = None,
         module: str | None = None,
-        export_folder: str | os.PathLike[str] | None = None,
+        export_to: ExportTo = None,
         export_overwrite: bool = False,
         sanity_check: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
@@ -158,7 +162,8 @@ class QuantizationAwareTraining(SessionCallback):
         **options: Unpack[OptionKeywords],
     ) -> None:
         refuse_unknown(options, CalibrationOptions.names(type(self)))
-        calibration_options = CalibrationOptions.of(scheme, **options)
+        export_at_end = make_export_at_end(export_to, export_overwrite)
+        calibration_options = export_at_end.options_for(CalibrationOptions.of(scheme, **options))
         self.quantized_fit = QuantizedFit(
             train, quantize, observe, calibration_batches, start_epoch, start_step, freeze_after, sanity_check
         )
@@ -174,12 +179,12 @@ class QuantizationAwareTraining(SessionCallback):
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
         trainer_session = TrainerSession(module)
-        export_at_end = make_export_at_end(export_folder, export_overwrite)
         results = Results(
             trainer_session,
             calibration_options.label,
             log,
-            None if export_at_end is None else export_at_end.folder,
+            export_at_end.folder,
+            files=export_at_end.files,
             require_exportable=self.quantized_fit.require_ranges,
         )
         super().__init__(
@@ -294,8 +299,9 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the metrics that were logged; go on to training, or leave nothing behind."""
+        """Keep the metrics that were logged; refuse a file that has no example; go on to training, or leave nothing."""
         self.results.keep_metrics(trainer)
+        self.export_at_end.require_example(trainer, self.results)
         if trainer.state.fn == TrainerFn.FITTING:
             self.quantized_fit.end_validation(trainer)
         else:

@@ -49,7 +49,8 @@ class Results:
         trainer_session: holds the session.
         label: of the scheme; the report's title.
         log: whether the Trainer's loggers get the results; None: if there are loggers.
-        export_folder: where a checkpoint is written at the end of a run; None: nowhere.
+        checkpoint_folder: of the checkpoint that is written at the end of a run; None: none is.
+        files: of other formats that are written then.
         quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
         is_masked: whether batches have a token mask.
@@ -65,8 +66,9 @@ class Results:
         trainer_session: TrainerSession,
         label: str,
         log: bool | None,
-        export_folder: Path | None,
+        checkpoint_folder: Path | None,
         *,
+        files: Sequence[Path] = (),
         quantized_metrics: QuantizedMetrics | None = None,
         auto: AutoObservers | None = None,
         is_masked: bool = False,
@@ -82,7 +84,8 @@ class Results:
         self.first_call = FirstCall()  # an example for files that are traced
         self._label = label
         self._log = log
-        self._export_folder = export_folder
+        self._checkpoint_folder = checkpoint_folder
+        self._files = files
         self._quantized_metrics = quantized_metrics
         self._auto = auto
         self._is_masked = is_masked
@@ -150,7 +153,7 @@ class Results:
             return export_checkpoint(session.model, folder, tokenizer=tokenizer or _tokenizer_of(pl_module), **options)
 
     def export_traced(
-        self, write: Callable[..., Path], file: str | os.PathLike[str], example: Any, options: dict[str, Any]
+        self, write: Callable[..., Path], file: str | os.PathLike[str], example: Any, **options: Any
     ) -> Path:
         """Write the calibrated module by a function that traces it; on several ranks, rank 0 writes.
 
@@ -158,7 +161,7 @@ class Results:
             write: :func:`~lightning_obs.export_onnx` or :func:`~lightning_obs.export_program`.
             file: written whole or not at all.
             example: of the module's inputs; None: the first validation batch's.
-            options: of ``write``.
+            **options: of ``write``.
 
         Raises:
             CalibrationError: nothing was calibrated yet, or the file cannot be written.
@@ -263,7 +266,8 @@ class Results:
             return source.facts(**facts)
         gathered = known_facts(self.trainer_session.require_calibrated())
         gathered["title"] = self._label
-        gathered["checkpoint"] = self._export_folder
+        gathered["checkpoint"] = self._checkpoint_folder
+        gathered["files"] = self._files
         gathered["drift"] = self.drift
         gathered["curves"] = self.curves
         gathered["metrics"] = self.metrics

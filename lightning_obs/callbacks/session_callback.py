@@ -14,12 +14,13 @@ from typing_extensions import override
 from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.callbacks.destinations import ExportTo, destinations_of
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback
 from lightning_obs.callbacks.measured_export import export_and_measure
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.trainer_session import TrainerSession, describe, leave_in_place, state_in_checkpoint
-from lightning_obs.errors import CalibrationError, require_bool, require_kind
+from lightning_obs.errors import CalibrationError, require_bool
 from lightning_obs.files.tensors import Progress
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.onnx.onnx_file import export_onnx
@@ -48,7 +49,7 @@ class SessionCallback(Callback):
         label: of the scheme; also a part of the key of this callback's state in checkpoints.
         trainer_session: makes and keeps the session.
         results: exports, reports, logs, and keeps what validations have logged.
-        export_at_end: writes ``export_folder``; None: there is none.
+        export_at_end: writes the destinations of ``export_to``.
         parts_of_run: leave nothing behind when a run ends, however it ends.
     """
 
@@ -61,7 +62,7 @@ class SessionCallback(Callback):
         options: CalibrationOptions,
         trainer_session: TrainerSession,
         results: Results,
-        export_at_end: ExportAtEnd | None,
+        export_at_end: ExportAtEnd,
         parts_of_run: Sequence[PartOfRun],
     ) -> None:
         self.options = options
@@ -140,7 +141,7 @@ class SessionCallback(Callback):
         """
         require_bool(measure=measure)
         write = export_and_measure if measure else export_onnx
-        return self.results.export_traced(write, file, example, options)
+        return self.results.export_traced(write, file, example, **options)
 
     def export_program(self, file: str | os.PathLike[str], example: Any = None, **options: Any) -> Path:
         """Write the calibrated module as a program of torch.export (:func:`~lightning_obs.export_program`).
@@ -155,7 +156,7 @@ class SessionCallback(Callback):
         Raises:
             CalibrationError: as for :meth:`export`; there is no example; or no such file can hold the model.
         """
-        return self.results.export_traced(export_program, file, example, options)
+        return self.results.export_traced(export_program, file, example, **options)
 
     def export_gguf(
         self, file: str | os.PathLike[str], base: str | os.PathLike[str], *, overwrite: bool = False
@@ -234,8 +235,7 @@ class SessionCallback(Callback):
         if session is not earlier_session:
             self.results.register()
             rank_zero_info(f"{self.label}: {describe(pl_module, self.trainer_session.module_path, session)}")
-        if self.export_at_end is not None:
-            self.export_at_end.require_merged(session.model)
+        self.export_at_end.require_writable(trainer, session)
         return session
 
     @override
@@ -247,9 +247,8 @@ class SessionCallback(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an ``export_folder`` that cannot be written in the end; keep an offloaded model where it is."""
-        if self.export_at_end is not None:
-            self.export_at_end.require_possible(trainer)
+        """Refuse an ``export_to`` that cannot be written in the end; keep an offloaded model where it is."""
+        self.export_at_end.require_possible(trainer)
         leave_in_place(trainer, pl_module)
         has_company = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) > 1
         self.results.log_prefix = f"quant/{self.label}" if has_company else "quant"
@@ -270,23 +269,21 @@ class SessionCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; write the checkpoint to ``export_folder``."""
+        """Leave nothing behind; write the destinations of ``export_to``."""
         stop_all(self.parts_of_run)
-        if self.export_at_end is not None:
-            self.export_at_end.write(trainer, self.results)
+        self.export_at_end.write(trainer, self.results)
 
 
-def make_export_at_end(folder: str | os.PathLike[str] | None, overwrite: bool) -> ExportAtEnd | None:
-    """Make the part that writes a callback's ``export_folder``; None without a folder.
+def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd:
+    """Make the part that writes a callback's ``export_to``.
 
     Raises:
-        CalibrationError: an argument of another type, or ``overwrite`` without a folder.
+        CalibrationError: a wrong argument, or ``overwrite`` without a destination.
     """
     require_bool(export_overwrite=overwrite)
-    if overwrite and folder is None:
-        raise CalibrationError("export_overwrite without export_folder", remedy="say which folder.")
-    require_kind("export_folder", folder, (str, os.PathLike), "a folder")
-    return None if folder is None else ExportAtEnd(folder, overwrite)
+    if overwrite and export_to is None:
+        raise CalibrationError("export_overwrite without export_to", remedy="say what is written.")
+    return ExportAtEnd(destinations_of(export_to, overwrite))
 
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:

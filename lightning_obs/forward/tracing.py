@@ -15,7 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationScheme,
+    QuantizationStrategy,
+    is_cached_attention_module,
+)
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse
@@ -23,7 +28,7 @@ from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import ROUNDED_BIAS
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready
+from lightning_obs.model.module_qparams import calibrated_modules, refuse_unmerged
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import in_shards, whole_shape
@@ -35,25 +40,31 @@ from lightning_obs.numerics.qparams import scheme_args
 def require_new_file(file: Path, overwrite: bool) -> None:
     """Raise a CalibrationError for a file that is there and may not be replaced, and for a folder."""
     if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+        raise CalibrationError(
+            f"{file} is already there",
+            remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
+        )
 
 
-def require_traceable(model: nn.Module, *, file_kind: str, writer_name: str) -> None:
+def require_traceable(
+    model: nn.Module, schemes: Mapping[str, QuantizationScheme], *, file_kind: str, writer_name: str
+) -> None:
     """Raise a CalibrationError for a model that cannot be traced into a file whole, in float32.
 
     Args:
-        model: calibrated or not.
+        model: calibrated, or to be calibrated.
+        schemes: of the modules that are, or will be, by name.
         file_kind: what is written, with its article: ``"an ONNX file"``.
         writer_name: of the public function that writes it.
     """
-    require_ready(model, merged_for=file_kind)
+    refuse_unmerged(model, file_kind)
     refuse(
         [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
-        "weights are sharded over ranks, or offloaded",
+        f"weights are sharded over ranks, or offloaded, and {file_kind} is traced from the whole model",
         remedy=f"export_checkpoint, then load_checkpoint in one process and {writer_name} there.",
     )
     refuse(
-        [name for name, module in calibrated_modules(model) if quantized_states(module)],
+        [name for name in schemes if is_cached_attention_module(model.get_submodule(name))],
         f"{file_kind} has no quantized attention states",
         remedy="leave the kv cache in full precision.",
     )
@@ -64,13 +75,14 @@ def require_traceable(model: nn.Module, *, file_kind: str, writer_name: str) -> 
     refuse(
         sorted(other_dtypes),
         "the model is not in float32, which integer kernels expect",
-        remedy="calibrate it in float32.",
+        remedy="load it with dtype=torch.float32, or call model.float() before it is calibrated.",
     )
 
 
 def refuse_tensors(
     model: nn.Module,
-    reason_against: Callable[[nn.Module, str, QuantizationArgs], str | None],
+    schemes: Mapping[str, QuantizationScheme],
+    reason_against: Callable[[nn.Module, str, QuantizationScheme], str | None],
     *,
     file_kind: str,
     expected: str,
@@ -79,17 +91,18 @@ def refuse_tensors(
     """Raise a CalibrationError that names the quantized tensors which a format cannot hold.
 
     Args:
-        model: calibrated.
-        reason_against: takes a module, the base name of one of its tensors (weight, input, output) and how the scheme
-            quantizes it; gives why the format cannot hold it, or None.
+        model: calibrated, or to be calibrated.
+        schemes: of the modules that are, or will be, by name.
+        reason_against: takes a module, the base name of one of its tensors (weight, input, output) and the module's
+            scheme; gives why the format cannot hold that tensor, or None.
         file_kind: what is written, without its article.
         expected: what the format holds.
         remedy: which scheme it takes.
     """
     tensors_by_reason: dict[str, list[str]] = {}
-    for name, module in calibrated_modules(model):
-        for base_name, args in scheme_args(get_scheme(module)):
-            reason = reason_against(module, base_name, args)
+    for name, scheme in schemes.items():
+        for base_name, _ in scheme_args(scheme):
+            reason = reason_against(model.get_submodule(name), base_name, scheme)
             if reason is not None:
                 tensors_by_reason.setdefault(reason, []).append(f"{name} ({base_name})")
     for reason, tensors in tensors_by_reason.items():

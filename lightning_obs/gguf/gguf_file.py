@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationScheme, QuantizationStrategy, is_cached_attention_module
 from numpy.typing import NDArray
 from torch import nn
 
@@ -24,7 +24,7 @@ from lightning_obs.errors import CalibrationError, refuse, require_bool, warn
 from lightning_obs.files.write import whole_file
 from lightning_obs.gguf.base_file import BaseFile
 from lightning_obs.gguf.block_formats import BLOCK, FORMATS, BlockFormat, InFloat16, format_for, to_blocks
-from lightning_obs.model.module_qparams import calibrated_modules, get_scheme, quantized_states, require_ready
+from lightning_obs.model.module_qparams import calibrated_modules, calibrated_schemes, refuse_unmerged, require_ready
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.stored import stored_range, stored_weight
 from lightning_obs.model.weight import in_shards, matrix_shape, whole_matrix
@@ -32,6 +32,7 @@ from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.packages import import_package
 from lightning_obs.schemes.config import describe, describe_scheme
 
+_FILE_KIND = "a GGUF file"
 _SCHEMES = (
     f"integer weights of 4, 5 or 8 bits, symmetric, or of 4 or 5 bits with zero points, that share their scale in "
     f"{BLOCK}, 64, 96... columns; MXFP4A16"
@@ -85,19 +86,9 @@ def export_gguf(
     """
     import_package("gguf", "export_gguf")
     file = Path(file)
-    require_ready(model, merged_for="a GGUF file")
+    require_ready(model, merged_for=_FILE_KIND)
     calibrated = dict(calibrated_modules(model))
-    refuse(
-        [name for name, module in calibrated.items() if quantized_states(module)],
-        "GGUF has no quantized attention states",
-        remedy="leave the kv cache in full precision; llama.cpp quantizes its own (--cache-type-k).",
-    )
-    schemes = {}
-    for name, module in calibrated.items():
-        scheme = get_scheme(module)
-        assert scheme is not None
-        schemes[name] = scheme
-    base_file, replacements = _prepare(model, schemes, file, base, overwrite)
+    base_file, replacements = _prepare(model, calibrated_schemes(model), file, base, overwrite)
     _check_scales(calibrated)
     with whole_file(file, overwrite) as partial_file:
         _write(partial_file, base_file, replacements)
@@ -134,6 +125,12 @@ def _prepare(
 ) -> tuple[BaseFile, dict[str, _Replacement]]:
     """All checks of :func:`require_gguf`; then the base, and its tensors that get other data."""
     base_file = check_files(file, base, overwrite)
+    refuse_unmerged(model, _FILE_KIND)
+    refuse(
+        [name for name in schemes if is_cached_attention_module(model.get_submodule(name))],
+        "GGUF has no quantized attention states",
+        remedy="leave the kv cache in full precision; llama.cpp quantizes its own (--cache-type-k).",
+    )
     refuse(
         [name for name, module in model.named_modules() if in_shards(module) or is_offloaded(module)],
         "weights are sharded over ranks, or offloaded",
@@ -160,7 +157,10 @@ def check_files(file: str | os.PathLike[str], base: str | os.PathLike[str], over
     require_bool(overwrite=overwrite)
     file = Path(file)
     if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(f"{file} is already there", remedy="choose another name, or set overwrite=True.")
+        raise CalibrationError(
+            f"{file} is already there",
+            remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
+        )
     if file.exists() and Path(base).exists() and file.samefile(base):
         raise CalibrationError(f"{file} is the base itself", remedy="choose another name.")
     return BaseFile(Path(base))

@@ -129,6 +129,16 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def calibrated_schemes(model: nn.Module) -> dict[str, QuantizationScheme]:
+    """The scheme of every calibrated module, by its first name."""
+    schemes = {}
+    for name, module in calibrated_modules(model):
+        scheme = get_scheme(module)
+        assert scheme is not None
+        schemes[name] = scheme
+    return schemes
+
+
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
     """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones."""
     scheme = _copy_scheme(scheme)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from torch import nn
 
 from lightning_obs.errors import require_bool
@@ -37,7 +37,13 @@ from lightning_obs.forward.tracing import (
     written_by,
 )
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.module_qparams import args_of, calibrated_modules, get_scheme
+from lightning_obs.model.module_qparams import (
+    args_of,
+    calibrated_modules,
+    calibrated_schemes,
+    get_scheme,
+    require_ready,
+)
 from lightning_obs.model.stored import StoredRange, stored_codes, stored_range
 from lightning_obs.model.weight import whole_shape
 from lightning_obs.numerics.qparams import scheme_args
@@ -49,6 +55,7 @@ _OPSET = 21
 _LARGEST_FILE = 3 << 29
 #: the first release under which the graph has the names of the model's buffers; before it 4-bit integers took 8 bits
 _OLDEST_ONNXSCRIPT = "0.6"
+_FILE_KIND = "an ONNX file"
 _SUPPORTED = "integers of at most 8 bits for weights, of 8 bits with one range per tensor for activations"
 _REMEDY = "use INT8_ONNX, INT8_DYNAMIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
@@ -93,16 +100,10 @@ def export_onnx(
     Reference:
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
     """
-    require_bool(overwrite=overwrite)
-    if signed is not None:
-        require_bool(signed=signed)
     file = Path(file)
-    for package in ("onnx", "onnxscript"):
-        import_package(package, "export_onnx")
-    require_release("onnxscript", _OLDEST_ONNXSCRIPT, "export_onnx")
-    require_traceable(model, file_kind="an ONNX file", writer_name="export_onnx")
-    refuse_tensors(model, _reason_against, file_kind="QDQ ONNX", expected=_SUPPORTED, remedy=_REMEDY)
-    require_new_file(file, overwrite)
+    check_onnx_file(file, overwrite, signed)
+    require_ready(model, merged_for=_FILE_KIND)
+    require_onnx(model, calibrated_schemes(model), file, overwrite=overwrite)
     from lightning_obs.onnx.graph import finish
     from lightning_obs.onnx.installed_runtime import takes_signed_activations
 
@@ -115,6 +116,43 @@ def export_onnx(
     finish(program.model, _names_of_4_bit_codes(model))
     _save(program, file, overwrite)
     return file
+
+
+def require_onnx(
+    model: nn.Module,
+    schemes: Mapping[str, QuantizationScheme],
+    file: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Refuse what :func:`export_onnx` could not write, before any data is read; a run that exports at its end calls it.
+
+    Args:
+        model: calibrated, or to be calibrated.
+        schemes: of the modules that are, or will be, by name.
+        file, overwrite: as for :func:`export_onnx`.
+
+    Raises:
+        CalibrationError: all that :func:`export_onnx` raises, except what the calibration or the tracing causes.
+    """
+    check_onnx_file(file, overwrite)
+    require_traceable(model, schemes, file_kind=_FILE_KIND, writer_name="export_onnx")
+    refuse_tensors(model, schemes, _reason_against, file_kind="QDQ ONNX", expected=_SUPPORTED, remedy=_REMEDY)
+
+
+def check_onnx_file(file: str | os.PathLike[str], overwrite: bool, signed: bool | None = None) -> None:
+    """Refuse a file that could not be written, of any model: packages that are missing, a name that is taken.
+
+    Args:
+        file, overwrite, signed: as for :func:`export_onnx`.
+    """
+    require_bool(overwrite=overwrite)
+    if signed is not None:
+        require_bool(signed=signed)
+    for package in ("onnx", "onnxscript"):
+        import_package(package, "export_onnx")
+    require_release("onnxscript", _OLDEST_ONNXSCRIPT, "export_onnx")
+    require_new_file(Path(file), overwrite)
 
 
 def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
@@ -130,30 +168,30 @@ def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
 # ---------------------------------------------------------------------- what ONNX cannot hold
 
 
-def _reason_against(module: nn.Module, base: str, args: QuantizationArgs) -> str | None:
-    """Why an ONNX file cannot hold one quantized tensor of a module; None if it can.
-
-    Args:
-        module: a calibrated module.
-        base: which of its tensors: ``"weight"``, ``"input"`` or ``"output"``.
-        args: how the scheme quantizes that tensor.
-    """
+def _reason_against(module: nn.Module, base_name: str, scheme: QuantizationScheme) -> str | None:
+    """Why an ONNX file cannot hold one quantized tensor of a module; None if it can; see :func:`.refuse_tensors`."""
+    args = dict(scheme_args(scheme))[base_name]
     if args.type != "int":
         return f"{args.num_bits}-bit floating point"
-    if base == "weight":
+    if base_name == "weight":
         return reason_against_weight(module, args)
     if args.dynamic is not False:
-        return _reason_against_dynamic(module, args)
+        return _reason_against_dynamic(module, args, scheme.weights)
     if args.strategy != QuantizationStrategy.TENSOR or args.num_bits != 8:
-        return f"{args.num_bits}-bit activations per {args.strategy.value}"
+        return f"{args.num_bits}-bit activations per {QuantizationStrategy(args.strategy).value}"
     return None
 
 
-def _reason_against_dynamic(module: nn.Module, args: QuantizationArgs) -> str | None:
-    """Why an ONNX file cannot hold an activation whose range is found at run time; None if it can."""
+def _reason_against_dynamic(module: nn.Module, args: QuantizationArgs, weight: QuantizationArgs | None) -> str | None:
+    """Why an ONNX file cannot hold an activation whose range is found at run time; None if it can.
+
+    Args:
+        module: which the activation enters or leaves.
+        args: how the activation is quantized.
+        weight: how the module's weight is quantized; None: it is not.
+    """
     if args.strategy != QuantizationStrategy.TENSOR or args.symmetric or args.num_bits != 8:
         return f"ranges per {QuantizationStrategy(args.strategy).value} that are found at run time"
-    weight = args_of(module, "weight")
     is_product = len(whole_shape(module) or ()) == 2
     if is_product and weight is not None and weight.num_bits == 8 and weight.strategy != QuantizationStrategy.GROUP:
         return None
@@ -300,6 +338,11 @@ def _save(program: Any, file: Path, overwrite: bool) -> None:
     for old_file in earlier_weights:
         if old_file != weights:
             old_file.unlink(missing_ok=True)
+
+
+def bytes_of(file: Path) -> int:
+    """The bytes of an exported file, and of the weights that lie beside it."""
+    return sum(path.stat().st_size for path in (file, *_weight_files_of(file)))
 
 
 def _weight_files_of(file: Path) -> list[Path]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -36,7 +36,7 @@ from lightning_obs.forward.tracing import (
     written_by,
 )
 from lightning_obs.model.kinds import kind_of
-from lightning_obs.model.module_qparams import get_scheme
+from lightning_obs.model.module_qparams import calibrated_schemes, get_scheme, require_ready
 from lightning_obs.model.stored import stored_codes, stored_range
 from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.program.graph import finish
@@ -44,6 +44,7 @@ from lightning_obs.program.xnnpack import write_for_xnnpack
 
 #: registers the operations of ``torch.ops.quantized_decomposed``; who loads a program needs them, too
 _OPERATIONS = "torch.ao.quantization.fx._decomposed"
+_FILE_KIND = "a program"
 _SUPPORTED = "integers of at most 8 bits, for activations with one calibrated range per tensor"
 _REMEDY = "use INT8_STATIC or a weight-only integer scheme (W8A16, W4A16), or list them in `ignore`."
 
@@ -90,15 +91,10 @@ def export_program(
             (floating point formats, dynamic ranges, groups of a convolution's weight, attention states); torch.export
             cannot trace the model; the file exists, or cannot be written.
     """
-    require_bool(overwrite=overwrite)
-    if backend is not None:
-        require_choice("backend", backend, ["xnnpack", "inductor"])
     file = Path(file)
-    require_traceable(model, file_kind="a program", writer_name="export_program")
-    refuse_tensors(model, _reason_against, file_kind="a program", expected=_SUPPORTED, remedy=_REMEDY)
-    require_new_file(file, overwrite)
-    if file.suffix != ".pt2":
-        raise CalibrationError("the name of a program", got=file.name, expected="a name that ends in .pt2")
+    check_program_file(file, overwrite, backend)
+    require_ready(model, merged_for=_FILE_KIND)
+    require_program(model, calibrated_schemes(model), file, overwrite=overwrite)
     import_module(_OPERATIONS)
     with left_as_it_was(model):
         program = _trace(model, Example.of(model, example, dynamic_shapes), backend)
@@ -107,8 +103,48 @@ def export_program(
     return file
 
 
-def _reason_against(module: nn.Module, base_name: str, args: QuantizationArgs) -> str | None:
+def require_program(
+    model: nn.Module,
+    schemes: Mapping[str, QuantizationScheme],
+    file: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Refuse what :func:`export_program` could not write, before any data is read.
+
+    A run that exports at its end calls it.
+
+    Args:
+        model: calibrated, or to be calibrated.
+        schemes: of the modules that are, or will be, by name.
+        file, overwrite: as for :func:`export_program`.
+
+    Raises:
+        CalibrationError: all that :func:`export_program` raises, except what the calibration or the tracing causes.
+    """
+    check_program_file(file, overwrite)
+    require_traceable(model, schemes, file_kind=_FILE_KIND, writer_name="export_program")
+    refuse_tensors(model, schemes, _reason_against, file_kind=_FILE_KIND, expected=_SUPPORTED, remedy=_REMEDY)
+
+
+def check_program_file(file: str | os.PathLike[str], overwrite: bool, backend: str | None = None) -> None:
+    """Refuse a file that could not be written, of any model: a name that is taken, or of another kind of file.
+
+    Args:
+        file, overwrite, backend: as for :func:`export_program`.
+    """
+    require_bool(overwrite=overwrite)
+    if backend is not None:
+        require_choice("backend", backend, ["xnnpack", "inductor"])
+    file = Path(file)
+    require_new_file(file, overwrite)
+    if file.suffix != ".pt2":
+        raise CalibrationError("the name of a program", got=file.name, expected="a name that ends in .pt2")
+
+
+def _reason_against(module: nn.Module, base_name: str, scheme: QuantizationScheme) -> str | None:
     """Why a program cannot hold one quantized tensor of a module; None if it can; see :func:`.refuse_tensors`."""
+    args = dict(scheme_args(scheme))[base_name]
     if args.type != "int":
         return f"{args.num_bits}-bit floating point"
     if base_name == "weight":
@@ -116,7 +152,7 @@ def _reason_against(module: nn.Module, base_name: str, args: QuantizationArgs) -
     if args.dynamic is not False:
         return "activations whose range is found at run time"
     if args.strategy != QuantizationStrategy.TENSOR or args.num_bits > 8:
-        return f"{args.num_bits}-bit activations per {args.strategy.value}"
+        return f"{args.num_bits}-bit activations per {QuantizationStrategy(args.strategy).value}"
     return None
 
 

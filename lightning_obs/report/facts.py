@@ -122,7 +122,8 @@ class Report:
         quality: metrics, predictions, training.
         decisions: sensitivities, a plan of schemes, scores of observers.
         sizes: bytes before and after; by default the sums of ``kinds``.
-        checkpoint: the exported folder; None: nothing was exported.
+        checkpoint: the exported folder; None: no checkpoint was exported.
+        files: that were exported in other formats.
         options: of the calibration.
         layers: facts of each layer that need no data.
         kinds: bytes before and after, by kind of tensor.
@@ -144,6 +145,7 @@ class Report:
     decisions: Decisions = field(default_factory=Decisions)
     sizes: tuple[int, int] | None = None
     checkpoint: str | os.PathLike[str] | None = None
+    files: Sequence[str | os.PathLike[str]] = ()
     options: CalibrationOptions | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)

@@ -75,6 +75,11 @@ class Plan:
     #: modules of a targeted class that cannot be quantized, by name the reason
     left_out: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def schemes(self) -> dict[str, QuantizationScheme]:
+        """The scheme of each planned module, by its name; the writers of files are asked about them."""
+        return {target.name: target.scheme for target in self.targets}
+
 
 def drop_outputs(plan: Plan, names: Collection[str]) -> None:
     """Quantize the outputs of these modules no more, because followers' outputs are quantized in their place.

@@ -41,8 +41,8 @@ def test_options_of_another_type_are_refused_by_the_constructor(callback):
         callback("FP8", module=3)
     with pytest.raises(CalibrationError, match=r"token_mask. Got 3, expected a key of the batch, or a function of it"):
         callback("FP8", token_mask=3)
-    with pytest.raises(CalibrationError, match=r"export_folder. Got 3, expected a folder"):
-        callback("FP8", export_folder=3)
+    with pytest.raises(CalibrationError, match=r"export_to. Got 3, expected a path, a list of paths, or a dict"):
+        callback("FP8", export_to=3)
 
 
 @pytest.mark.parametrize(

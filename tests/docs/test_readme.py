@@ -1,4 +1,4 @@
-"""Every command in the README and in docs/command_line.md runs, on a tiny model."""
+"""Every command in the README, in docs/command_line.md and docs/where_it_runs.md runs, on a tiny model."""
 
 import re
 import shlex
@@ -18,7 +18,8 @@ from tests.support.tiny_model import save_tiny_llama
 README = page("README.md")
 DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = commands(README)
-APPLICATION = [c for c in (*COMMANDS, *commands(page("docs/command_line.md"))) if not c.startswith("make")]
+PAGES = (page("docs/command_line.md"), page("docs/where_it_runs.md"))
+APPLICATION = [c for c in (*COMMANDS, *(c for text in PAGES for c in commands(text))) if not c.startswith("make")]
 APPLICATION.remove(ON_RANKS)  # tests/app/test_cli.py runs it
 
 

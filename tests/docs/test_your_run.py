@@ -27,12 +27,14 @@ def test_its_commands_run(command, tmp_path):
 
 def test_its_python_runs(tmp_path, monkeypatch, tiny_llama):
     monkeypatch.chdir(tmp_path)
-    known = {"L": L, "CalibrationCallback": CalibrationCallback, "module": Plain()}
+    known = {"torch": torch, "L": L, "CalibrationCallback": CalibrationCallback, "module": Plain()}
     known |= {"train_loader": loader(), "val_loader": loader(2)}
     known |= {"model": tiny_llama(), "batch": {"input_ids": torch.randint(3, 128, (2, 16))}}
     for code in blocks(PAGE, "python"):
         exec(compile(code, "docs/guide/your_run.md", "exec"), known)
     assert (tmp_path / "my-model-int8" / "model.safetensors").is_file()
+    assert (tmp_path / "my-model.onnx").is_file()
+    assert (tmp_path / "my-model.pt2").is_file()
     assert (tmp_path / "model-fp8-dynamic" / "model.safetensors").is_file()
 
 

@@ -90,7 +90,7 @@ def test_in_a_lightning_module_it_is_a_plain_child(kind, tmp_path):
         def build(self):
             return kind()
 
-    module, callback = Module(), CalibrationCallback(SCHEME, evaluate=True, export_folder=tmp_path / "out")
+    module, callback = Module(), CalibrationCallback(SCHEME, evaluate=True, export_to=tmp_path / "out")
     runner = trainer(callback, max_epochs=1)
     runner.fit(module, loader(), loader())
     assert "val_loss_quantized" in runner.callback_metrics

@@ -42,7 +42,7 @@ def test_a_misspelt_option_is_named_with_the_nearest(taker):
 
 def test_options_of_a_callback_are_known_to_it_only():
     for callback in (CalibrationCallback, QuantizationAwareTraining):
-        with pytest.raises(CalibrationError, match="did you mean `export_folder`"):
+        with pytest.raises(CalibrationError, match="did you mean `export_to`"):
             callback("FP8", export_dir="out")
     with pytest.raises(CalibrationError, match="did you mean `train`"):
         QuantizationAwareTraining("FP8", trains="all")
@@ -91,7 +91,7 @@ def test_mypy_finds_a_wrong_option(tmp_path):
     api = pytest.importorskip("mypy.api")
     (tmp_path / "user.py").write_text(
         "from lightning_obs import CalibrationCallback, QuantizationAwareTraining, mixed_precision\n"
-        "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True, export_folder='out')\n"
+        "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True, export_to='out')\n"
         "CalibrationCallback('FP8', export_dir='out')\n"
         "QuantizationAwareTraining('FP8', freeze_after='never')\n"
         "mixed_precision(__import__('torch').nn.Linear(1, 1), None, ['FP8'], on_missing='wran')\n"

@@ -15,8 +15,8 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import write_checkpoint
 from lightning_obs.app.console import bytes_done, say, step
 from lightning_obs.app.duration import say_duration
+from lightning_obs.app.file_export import FileExport
 from lightning_obs.app.from_config import make_options, make_trainer
-from lightning_obs.app.gguf_export import check_gguf, check_gguf_files, write_gguf
 from lightning_obs.app.job import Job
 from lightning_obs.app.quality import Quality, QualityMeter
 from lightning_obs.app.run_report import gather_report, publish_report, quality_facts
@@ -42,6 +42,7 @@ class Calibrate(Task):
 
     Attributes:
         job: model, data, callback and Trainers.
+        file_export: writes ``export.file``; None: there is none.
         meter: measures the quality on held-out data; None if ``evaluate`` is off.
         original: the quality in full precision; None: not measured.
         quantized: the quality of the exported model; None: not measured.
@@ -58,6 +59,7 @@ class Calibrate(Task):
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self.job = Job(config)
+        self.file_export: FileExport | None = None
         self.meter: QualityMeter | None = None
         self.original: Quality | None = None
         self.quantized: Quality | None = None
@@ -76,7 +78,9 @@ class Calibrate(Task):
         if self.config.against is not None:
             read_earlier(self.config.against)  # what cannot be read is refused before anything is loaded
         job.use(self.make_callback(make_options(self.config)))
-        check_gguf_files(job)
+        if job.file is not None:
+            self.file_export = FileExport(self.config)
+            self.file_export.check_path()
         job.load()
         if self.config.evaluate:
             self.meter = QualityMeter(job.module, job.model, job.data, make_trainer(self.config))
@@ -85,7 +89,10 @@ class Calibrate(Task):
             find_mask(first_batch, self.config.token_mask)
         self.check_task()
         self.check_scheme()
-        check_gguf(job)
+        if self.file_export is not None:
+            session = job.callback.session
+            schemes = {} if session is None else session.plan.schemes  # a task that chooses schemes has no session yet
+            self.file_export.check_model(job, schemes)
 
     @override
     def run(self) -> None:
@@ -105,8 +112,8 @@ class Calibrate(Task):
         if job.folder is not None:
             self.export_lines = write_checkpoint(job, job.folder, self.result)
             self.after_export(job.folder)
-        if job.gguf_file is not None:
-            self.export_lines += write_gguf(job)
+        if self.file_export is not None:
+            self.export_lines += self.file_export.write(job)
         if job.trainer.is_global_zero:
             self.report()
 

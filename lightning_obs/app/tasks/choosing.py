@@ -131,13 +131,15 @@ class Plan(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse several devices, and candidates that the model does not take."""
+        """Refuse several devices, and candidates that the model, or the file to write, does not take."""
         _refuse_several_devices(self.config, self.job.trainer)
         options = self._candidate_options()
         options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
         for scheme in self._candidates().values():
             if scheme is not None:
-                CalibrationSession(self.job.model, candidate_options(scheme, **options))
+                session = CalibrationSession(self.job.model, candidate_options(scheme, **options))
+                if self.file_export is not None:
+                    self.file_export.check_model(self.job, session.plan.schemes)
 
     @override
     def check_scheme(self) -> None:

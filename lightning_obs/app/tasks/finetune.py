@@ -59,7 +59,7 @@ class Finetune(Calibrate):
         """Refuse a precision of the Trainer that cannot train, and a run without training batches."""
         job = self.job
         require_precision(job.trainer)
-        if job.gguf_file is not None:
+        if self.file_export is not None and self.file_export.destination.replaces_weights:
             raise CalibrationError(
                 "export=gguf with task=finetune: export.base holds the weights from before the training",
                 remedy="export=checkpoint; convert its weights with llama.cpp, and export_gguf the loaded checkpoint.",

@@ -96,7 +96,7 @@ def test_a_resumed_run_has_the_chosen_observers_and_the_same_qparams(tmp_path):
 
 
 def test_it_is_exported_and_loaded_again(tmp_path):
-    module, callback = Outliers(), automatic(evaluate=True, export_folder=tmp_path / "net")
+    module, callback = Outliers(), automatic(evaluate=True, export_to=tmp_path / "net")
     run = trainer(callback)
     run.validate(module, loader(), verbose=False)
     assert "val_loss_quantized" in run.callback_metrics
@@ -147,7 +147,7 @@ LISTS = {"weight": ["memoryless_mse", {"name": "hessian", "signed": True, "round
 def test_a_list_of_observers_is_chosen_from_and_a_single_one_is_taken(tmp_path):
     torch.manual_seed(1)
     module = Outliers()
-    callback = CalibrationCallback(WEIGHTS, observers=LISTS, module="net", export_folder=tmp_path / "net")
+    callback = CalibrationCallback(WEIGHTS, observers=LISTS, module="net", export_to=tmp_path / "net")
     trainer(callback).validate(module, loader(count=64), verbose=False)
     labels = ["memoryless_minmax", "memoryless_mse", "hessian(signed=True, rounding=gptq)"]
     assert {of: list(losses) for of, losses in callback.choice.losses.items()} == {"weight": labels}

@@ -207,7 +207,7 @@ def test_chosen_observers_are_the_one_difference_that_is_named_where_nothing_is_
 
 def test_a_second_callback_with_other_options_leaves_nothing_of_the_first_in_its_checkpoint(tmp_path):
     module = fit_and_save(tmp_path / "c.ckpt", CalibrationCallback("INT8_STATIC"))
-    callback = CalibrationCallback("INT8_STATIC", ignore=["net.2"], export_folder=tmp_path / "out", show=False)
+    callback = CalibrationCallback("INT8_STATIC", ignore=["net.2"], export_to=tmp_path / "out", show=False)
     trainer(callback).validate(module, loader(), verbose=False)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     assert "net.2.weight_scale" not in tensors

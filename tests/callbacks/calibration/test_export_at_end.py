@@ -1,4 +1,4 @@
-"""`export_folder`: the checkpoint is written when a run has ended, whole, once, and on all ranks or none."""
+"""`export_to`: the checkpoint is written when a run has ended, whole, once, and on all ranks or none."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ CALLBACKS = pytest.mark.parametrize("kind", [CalibrationCallback, QuantizationAw
 
 
 def make(folder, kind=CalibrationCallback, **options):
-    return kind("INT8_STATIC", module="net", export_folder=folder, log=False, **options)
+    return kind("INT8_STATIC", module="net", export_to=folder, log=False, **options)
 
 
 def fit(callback, module, **options):
@@ -77,7 +77,7 @@ def test_export_overwrite_replaces_the_checkpoint_of_another_callback(tmp_path):
 
 
 def test_export_overwrite_without_a_folder_is_an_error():
-    with pytest.raises(CalibrationError, match="export_overwrite without export_folder"):
+    with pytest.raises(CalibrationError, match="export_overwrite without export_to"):
         make(None, export_overwrite=True)
 
 
@@ -142,11 +142,11 @@ def test_other_runs_write_nothing(tmp_path):
 
 def on_ranks(rank, folder):
     like_torchrun(rank, 2)
-    callback = CalibrationCallback("INT8_STATIC", module="net", export_folder=folder / "out")
+    callback = CalibrationCallback("INT8_STATIC", module="net", export_to=folder / "out")
     rank_trainer(callback, ranks=2).validate(Module(), rank_loader(samples(8, (0, 1, 2))), verbose=False)
     there = (folder / "out" / "model.safetensors").is_file()
     try:  # a callback that has not written it
-        callback = CalibrationCallback("INT8_STATIC", module="net", export_folder=folder / "out")
+        callback = CalibrationCallback("INT8_STATIC", module="net", export_to=folder / "out")
         rank_trainer(callback, ranks=2).validate(Module(), rank_loader(samples(8, (0, 1, 2))), verbose=False)
     except CalibrationError as error:
         return there, str(error)

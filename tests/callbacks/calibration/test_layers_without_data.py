@@ -52,7 +52,7 @@ def warned_in_fit(module, callback, **options):
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_the_fit_goes_on_without_the_layer_and_names_it_before_the_first_batch(evaluate, tmp_path):
     module = WithAuxiliaryHead()
-    callback = CalibrationCallback(SCHEME, evaluate=evaluate, export_folder=tmp_path / "out")
+    callback = CalibrationCallback(SCHEME, evaluate=evaluate, export_to=tmp_path / "out")
     messages, runner = warned_in_fit(module, callback)
     assert runner.current_epoch == 2
     assert messages[0].startswith(

@@ -70,7 +70,7 @@ def test_every_option_of_calibration_can_stand_in_yaml(tmp_path):
         "engines": "unchecked",
         "fused_sets": [["a", "b"]],
         "join_fused_scales": True,
-        "export_folder": str(tmp_path / "out"),
+        "export_to": str(tmp_path / "out"),
     }
     cli = run("validate", config(tmp_path, callback("CalibrationCallback", **options)))
     done = of(cli, CalibrationCallback)
@@ -81,7 +81,7 @@ def test_every_option_of_calibration_can_stand_in_yaml(tmp_path):
 
 
 def test_fine_tuning_from_yaml_ends_with_a_checkpoint(tmp_path):
-    options = {"scheme": "INT8_STATIC", "module": "net", "train": "all", "export_folder": str(tmp_path / "out")}
+    options = {"scheme": "INT8_STATIC", "module": "net", "train": "all", "export_to": str(tmp_path / "out")}
     path = config(tmp_path, callback("QuantizationAwareTraining", **options), max_epochs=2)
     cli = run("fit", path)
     assert of(cli, QuantizationAwareTraining).train == "all"

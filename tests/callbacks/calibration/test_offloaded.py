@@ -69,7 +69,7 @@ def batches():
 
 def validated(module, kind, folder, **options):
     """What a validation gives: qparams, metrics, layer errors, files."""
-    callback = kind("FP8", ignore=["lm_head"], export_folder=folder, **options)
+    callback = kind("FP8", ignore=["lm_head"], export_to=folder, **options)
     run = trainer(callback)
     run.validate(module, batches(), verbose=False)
     assert not {"_apply", "__reduce_ex__"} & vars(module).keys()
@@ -199,7 +199,7 @@ def on_share(rank, ranks, source, folder):
     found = []
     for number, way in enumerate([device_map_disk, blocks_on_cpu, compressed_tensors_disk]):
         out = folder / f"{ranks} ranks {number}"
-        callback = CalibrationCallback("FP8", ignore=["lm_head"], show=False, export_folder=out)
+        callback = CalibrationCallback("FP8", ignore=["lm_head"], show=False, export_to=out)
         own = folder / f"rank {rank} of {ranks}, {number}"
         own.mkdir()
         on_ranks(callback, ranks=ranks).validate(Language(way(source, own)), data, verbose=False)

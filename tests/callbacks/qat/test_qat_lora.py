@@ -120,7 +120,7 @@ def test_export_writes_what_it_writes_after_merging_and_the_model_keeps_its_adap
     dtype, ignore, tiny_llama, batches, tmp_path
 ):
     module = Language(lora(tiny_llama(dtype)))
-    callback = QuantizationAwareTraining("W4A16", ignore=ignore, export_folder=tmp_path / "end")
+    callback = QuantizationAwareTraining("W4A16", ignore=ignore, export_to=tmp_path / "end")
     fit(module, callback, batches)
     before = {name: value.clone() for name, value in module.state_dict().items()}
     names = [name for name, _ in module.named_modules()]
@@ -139,7 +139,7 @@ def test_adapters_that_transformers_added_are_merged_too(tiny_llama, batches, tm
     model = tiny_llama().train()
     model.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], r=4, init_lora_weights=False))
     module = Language(model)
-    callback = QuantizationAwareTraining("W4A16", ignore=["lm_head"], export_folder=tmp_path / "out")
+    callback = QuantizationAwareTraining("W4A16", ignore=["lm_head"], export_to=tmp_path / "out")
     fit(module, callback, batches)
     assert model._hf_peft_config_loaded
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -169,7 +169,7 @@ def test_a_classifiers_head_that_peft_trains_whole_has_its_own_name(callback_cla
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=VOCAB, **sizes, num_labels=3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     module = Classifier(lora(LlamaForSequenceClassification(config), task_type="SEQ_CLS"))
-    callback = callback_class("INT8_STATIC", export_folder=tmp_path / "out")
+    callback = callback_class("INT8_STATIC", export_to=tmp_path / "out")
     fit(module, callback, batches)
     assert "score" in callback.result.modules
     assert not [name for name in callback.result.modules if "modules_to_save" in name or "lora" in name]
