@@ -222,10 +222,11 @@ def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]
         value = full_weight(module) if key == "weight" else getattr(module, key)
         assert isinstance(value, torch.Tensor)
         tensors[key] = whole_tensor(value)
-    step = bias_step(module)
-    if step is not None and "bias" in tensors:
-        tensors["bias"] = round_bias(tensors["bias"], step)
     scheme = get_scheme(module)
+    if scheme is not None and scheme.output_activations is not None:
+        step = bias_step(module)
+        if step is not None and "bias" in tensors:
+            tensors["bias"] = round_bias(tensors["bias"], step)
     if scheme is not None:
         tensors |= read_qparams(module)
         if _is_compressible(module):
