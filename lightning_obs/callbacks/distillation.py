@@ -20,8 +20,9 @@ from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.errors import CalibrationError
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
+from lightning_obs.forward.predictions_of_teacher import call_for_head
 from lightning_obs.model.mark import keep_hook_out, set_attributes
-from lightning_obs.numerics.divergence import divergence
+from lightning_obs.numerics.divergence import HeadLogits, TensorLogits, divergence
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -55,6 +56,8 @@ class Distillation:
             raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
         self._weight = weight
         self._teacher = teacher
+        #: whether the teacher's head gives its logits, as far as is known
+        self._teaches_by_head = True
 
     @property
     def is_on(self) -> bool:
@@ -114,11 +117,10 @@ class Distillation:
     def _divergence_of(self, call: _Call, training: QuantizedTraining, mask: torch.Tensor | None) -> torch.Tensor:
         """Mean divergence of one call's predictions from the teacher's, over the tokens that ``mask`` counts."""
         student_logits = _class_logits(call.output)
-        teacher_logits = _class_logits(self._teach(call, training))
-        return divergence(student_logits, teacher_logits, mask)
+        return divergence(student_logits, self._teach(call, training), mask)
 
-    def _teach(self, call: _Call, training: QuantizedTraining) -> Any:
-        """The teacher's output for the arguments of one of the student's calls."""
+    def _teach(self, call: _Call, training: QuantizedTraining) -> HeadLogits | TensorLogits:
+        """The teacher's predictions for the arguments of one of the student's calls."""
         args, kwargs = call.args, call.kwargs
         teacher = self._teacher
         if teacher is None:
@@ -126,7 +128,12 @@ class Distillation:
         else:
             args, kwargs = move_data_to_device((args, kwargs), next(teacher.parameters()).device)
         with training.unquantized(), in_evaluation_mode(teacher), torch.no_grad():
-            return teacher(*args, **kwargs)
+            if self._teaches_by_head:
+                logits = call_for_head(teacher, args, kwargs)
+                if logits is not None:
+                    return logits
+                self._teaches_by_head = False  # it would be called twice in each step
+            return TensorLogits(_class_logits(teacher(*args, **kwargs)))
 
     def _loss(self, loss: torch.Tensor, mean: torch.Tensor, training: QuantizedTraining) -> torch.Tensor:
         """The loss to train with: a step's own ``loss`` and the ``mean`` divergence of its calls."""

@@ -37,8 +37,11 @@ from lightning_obs.forward.quantized_tensors import (
     fake_quantize_for,
     quantization_of,
     quantized_weight,
+    scale_in_use,
     weight_in_use,
+    weight_quantizer,
 )
+from lightning_obs.forward.recomputed_linear import recomputed_linear
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
 from lightning_obs.model.module_qparams import (
     calibrated_modules,
@@ -48,7 +51,7 @@ from lightning_obs.model.module_qparams import (
     read_qparams,
 )
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import adapters_of
+from lightning_obs.model.weight import AddedAdapters, adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
 
 #: held while threads are compared and noted
@@ -314,13 +317,37 @@ def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
     """The quantized forward of a Linear whose forward nobody has replaced: input and weight, product, output."""
-    weight = weight_in_use(self)
-    assert weight is not None
-    weight = fake_quantize_for(self, weight, "weight")
-    output = F.linear(fake_quantize_for(self, input, "input"), weight, bias_in_use(self))
+    quantized_input = fake_quantize_for(self, input, "input")
+    output = _quantized_product(self, quantized_input)
     if quantization_of(self).output_by_hook:
         return output
     return fake_quantize_for(self, output, "output")
+
+
+def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The product with the quantized weight, plus the bias.
+
+    Where autograd records, the weight is quantized in the backward once more; a compiler decides that itself.
+    """
+    weight = linear.weight
+    bias = bias_in_use(linear)
+    quantizer = None
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        quantizer = weight_quantizer(linear, weight)
+    if quantizer is None:
+        full_weight = weight_in_use(linear)
+        assert full_weight is not None
+        return F.linear(input, fake_quantize_for(linear, full_weight, "weight"), bias)
+    merge = AddedAdapters.of(linear)
+    return recomputed_linear(
+        input,
+        merge(weight),
+        bias,
+        scale_in_use(linear, "weight"),
+        quantizer,
+        merge=merge,
+        parameters=[weight, *merge.parameters()],
+    )
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,13 @@ from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
 from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import full_weight
-from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize, fake_quantize_dynamic, straight_through
+from lightning_obs.numerics.fake_quantize import (
+    clip_gradient_,
+    dequantize,
+    fake_quantize,
+    fake_quantize_dynamic,
+    straight_through,
+)
 from lightning_obs.numerics.qparams import ATTENTION
 
 #: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
@@ -167,25 +173,95 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
     if quantization.switch.writer is not None:
         return quantization.switch.writer(value, base_name)
     _follow_device(module, value, base_name, args)
-    global_scale = getattr(module, f"{base_name}_global_scale", None)
     if args.dynamic:
-        return fake_quantize_dynamic(value, args, global_scale=global_scale)
-    compute_scale = quantization.learned_scales.get(base_name)
-    scale = getattr(module, f"{base_name}_scale") if compute_scale is None else compute_scale()
-    zero_point = getattr(module, f"{base_name}_zero_point", None)
-    codes = getattr(module, ROUNDED, None) if base_name == "weight" else None
-    if codes is not None:
-        rounded = dequantize(codes, scale, zero_point, args, global_scale=global_scale)
-        return straight_through(value, rounded) if compute_scale is None else rounded.to(value.dtype)
+        return fake_quantize_dynamic(value, args, global_scale=getattr(module, f"{base_name}_global_scale", None))
+    scale = scale_in_use(module, base_name)
     observations = 1
     if scale.requires_grad and base_name != "weight":  # their number is a factor of the scale's gradient
         observations = count_tokens(module, value)
-    quantized = fake_quantize(value, scale, zero_point, args, global_scale=global_scale, observations=observations)
+    quantized = StaticQuantizer.of(module, base_name, args, observations)(value, scale)
     if scale.requires_grad and base_name == "output":
         quantized = quantized.clone()  # the gradient of the scale needs it, and a ReLU may change it in place
     if cache is not None:
         cache.weight = quantized
     return quantized
+
+
+def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> StaticQuantizer | None:
+    """What a quantized forward does to a weight ``(R, C)`` now, to be done again later.
+
+    None where the weight is not quantized now (:func:`fake_quantize_for`), and where it is not quantized anew in each
+    forward: a cache keeps it, or a writer writes it.
+    """
+    quantization = quantization_of(module)
+    args = args_of(module, "weight")
+    if args is None or args.dynamic or not _is_on(module, quantization.switch, "weight"):
+        return None
+    if not has_range(module, "weight", args):
+        return None
+    if quantization.switch.writer is not None or quantization.weight_cache is not None:
+        return None
+    _follow_device(module, weight, "weight", args)
+    return StaticQuantizer.of(module, "weight", args)
+
+
+def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
+    """A calibrated scale of a module; where it is learned, with a gradient to what is learned."""
+    compute_scale = quantization_of(module).learned_scales.get(base_name)
+    scale: torch.Tensor = getattr(module, f"{base_name}_scale") if compute_scale is None else compute_scale()
+    return scale
+
+
+@dataclass(frozen=True)
+class StaticQuantizer:
+    """Quantizes and dequantizes a tensor by parameters that calibration wrote, as they were when it was made.
+
+    Attributes:
+        args: number format and strategy.
+        zero_point, global_scale: of the module, or None.
+        codes: integers of a weight that a rounding chose, which take the place of the nearest; or None.
+        is_scale_learned: whether the codes' gradient goes to the scale instead of the weight.
+        observations: how many observations an activation stacks.
+    """
+
+    args: QuantizationArgs
+    zero_point: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    codes: torch.Tensor | None
+    is_scale_learned: bool
+    observations: int = 1
+
+    @classmethod
+    def of(cls, module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1) -> StaticQuantizer:
+        """Of one of a module's tensors, whose range is known."""
+        return cls(
+            args=args,
+            zero_point=getattr(module, f"{base_name}_zero_point", None),
+            global_scale=getattr(module, f"{base_name}_global_scale", None),
+            codes=getattr(module, ROUNDED, None) if base_name == "weight" else None,
+            is_scale_learned=base_name in quantization_of(module).learned_scales,
+            observations=observations,
+        )
+
+    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The tensor after quantize and dequantize, in its dtype, with gradients to it and to the scale."""
+        if self.codes is not None:
+            rounded = dequantize(self.codes, scale, self.zero_point, self.args, global_scale=self.global_scale)
+            return rounded.to(value.dtype) if self.is_scale_learned else straight_through(value, rounded)
+        return fake_quantize(
+            value,
+            scale,
+            self.zero_point,
+            self.args,
+            global_scale=self.global_scale,
+            observations=self.observations,
+        )
+
+    def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The gradient of the tensor from that of the quantized one, which may be changed in place."""
+        if self.codes is not None:
+            return gradient
+        return clip_gradient_(gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale)
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:

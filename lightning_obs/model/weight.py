@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -209,14 +210,43 @@ def full_weight(module: nn.Module) -> torch.Tensor | None:
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
-    layer = adapters_of(module)
-    if layer is None or getattr(layer, "disable_adapters", False):
+    return AddedAdapters.of(module)(weight)
+
+
+@dataclass(frozen=True)
+class AddedAdapters:
+    """Adds the adapters that are active now to a weight; to be called at any later time.
+
+    Attributes:
+        layer: the LoRA layer around the weight's module; None: there is none, and the weight is returned as it is.
+        names: of the adapters.
+    """
+
+    layer: Any = None
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, module: nn.Module) -> AddedAdapters:
+        """The adapters that are a part of a module's weight now."""
+        layer = adapters_of(module)
+        if layer is None or getattr(layer, "disable_adapters", False):
+            return cls()
+        return cls(layer, tuple(name for name in layer.active_adapters if name in layer.lora_A))
+
+    def __call__(self, weight: torch.Tensor) -> torch.Tensor:
+        """The weight plus the adapters, with gradients to both."""
+        for name in self.names:
+            with torch.autocast(weight.device.type, enabled=False):  # peft merges outside of autocast
+                weight = (weight + self.layer.get_delta_weight(name)).to(weight.dtype)
         return weight
-    with torch.autocast(weight.device.type, enabled=False):  # peft merges outside of autocast
-        for name in layer.active_adapters:
-            if name in layer.lora_A:
-                weight = (weight + layer.get_delta_weight(name)).to(weight.dtype)
-    return weight
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters of the adapters."""
+        parameters: list[torch.Tensor] = []
+        for name in self.names:
+            for part in (self.layer.lora_A, self.layer.lora_B):
+                parameters.extend(part[name].parameters())
+        return parameters
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -1,43 +1,106 @@
-"""Kullback-Leibler divergence between the predictions of two models, from their logits."""
+"""Compare the predictions of two models, from their logits: Kullback-Leibler divergence and agreement.
+
+Logits of a language model are its largest tensor: tokens times vocabulary. So they are read in blocks of rows and of
+classes that stay in the cache, and no other tensor of their size is made, except the gradient: the backward writes it
+once. A teacher's logits need not exist: a block of them follows from the teacher's hidden states and its head
+(:class:`HeadLogits`).
+
+The sums over a row run from block to block relative to the largest logit so far, as in an online softmax (Milakov and
+Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
 import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-#: The log-probability of a class whose probability is 0. With minus infinity a divergence would be NaN.
-LEAST_LOG_PROBABILITY = -1e4
+from lightning_obs.errors import CalibrationError
+
+#: rows and classes of a block on a CPU: 2 MB in float32, which its cache holds
+_CPU_BLOCK = (256, 2048)
+#: on an accelerator: few, large operations of 64 MB
+_BLOCK = (1024, 16384)
+#: the largest difference of two logits [nats]; a class that one model excludes (minus infinity) has it
+_MOST = 1e4
 
 
-def summed_divergence(logits: torch.Tensor, original_logits: torch.Tensor) -> torch.Tensor:
-    """Sum over positions of the divergence of a model's predictions from the original's, in nats.
+@dataclass(frozen=True)
+class HeadLogits:
+    """Logits that are computed block by block: ``hidden @ weight.T + bias``, without gradient.
 
-    ``sum_i p_i (log p_i - log q_i)``, with the probabilities ``p`` of the original and ``q`` of the model.
-
-    Args:
-        logits: of the model, ``(..., classes)``.
-        original_logits: of the original at the same positions, ``(..., classes)``, on the same device.
-
-    Returns:
-        A scalar in float32.
-
-    >>> round(summed_divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
-    0.6931
+    Attributes:
+        hidden: what the head reads, ``(..., channels)``.
+        weight: of the head, ``(classes, channels)``.
+        bias: ``(classes,)`` or None.
     """
-    log_p = original_logits.float().log_softmax(-1).clamp_min(LEAST_LOG_PROBABILITY)
-    log_q = logits.float().log_softmax(-1).clamp_min(LEAST_LOG_PROBABILITY)
-    return (log_p.exp() * (log_p - log_q)).sum()
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return torch.Size([*self.hidden.shape[:-1], len(self.weight)])
+
+    def flat(self) -> HeadLogits:
+        """The same logits as ``(positions, classes)``."""
+        return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+
+    @torch.no_grad()
+    def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
+        """Some of the logits, of a :meth:`flat` one."""
+        hidden = self.hidden[rows]
+        bias = None if self.bias is None else self.bias[classes].to(hidden.dtype)
+        return F.linear(hidden, self.weight[classes].to(hidden.dtype), bias)
 
 
-def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+@dataclass(frozen=True)
+class TensorLogits:
+    """Logits that are in memory, ``(..., classes)``, on any device; they get no gradient."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the logits."""
+        return self.tensor.shape
+
+    def flat(self) -> TensorLogits:
+        """The same logits as ``(positions, classes)``."""
+        return TensorLogits(self.tensor.detach().reshape(-1, self.tensor.shape[-1]))
+
+    def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
+        """Some of the logits, of a :meth:`flat` one."""
+        if isinstance(rows, torch.Tensor):
+            rows = rows.to(self.tensor.device)
+        return self.tensor[rows, classes]
+
+
+Logits: TypeAlias = HeadLogits | TensorLogits
+
+
+def divergence(student: torch.Tensor, teacher: Logits | torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
     """Mean over tokens of the divergence of a student's predictions from its teacher's, in nats; a loss to train with.
+
+    ``sum_i p_i (log p_i - log q_i)``, with the probabilities ``p`` of the teacher and ``q`` of the student. The
+    gradient at a student's logits is ``q - p``, over the number of tokens.
 
     Args:
         student: logits ``(..., classes)``.
-        teacher: logits ``(..., classes)``, on any device; it gets no gradient.
+        teacher: logits of the same shape; they get no gradient.
         mask: ``(...)``, nonzero for tokens that count; None, or of another shape: all count.
 
     Returns:
         A scalar in float32, on the student's device.
+
+    Raises:
+        CalibrationError: the two have logits of different shapes.
 
     Reference:
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
@@ -45,10 +108,163 @@ def divergence(student: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor 
     >>> round(divergence(torch.tensor([[0.0, 0.0]]), torch.tensor([[100.0, 0.0]])).item(), 4)
     0.6931
     """
-    teacher = teacher.detach().to(student.device)
+    if isinstance(teacher, torch.Tensor):
+        teacher = TensorLogits(teacher)
+    if teacher.shape != student.shape:
+        raise CalibrationError(
+            "a divergence compares logits of the same tokens and classes",
+            got=f"student {tuple(student.shape)}, teacher {tuple(teacher.shape)}",
+            expected="equal shapes",
+            remedy="give a teacher with the student's vocabulary; resize the embeddings of one of them.",
+        )
+    counted = None
     if mask is not None and mask.shape == student.shape[:-1]:
-        counts = mask.to(student.device).bool()
-        student = student[counts]
-        teacher = teacher[counts]
-    positions = student[..., 0].numel()
-    return summed_divergence(student, teacher) / positions
+        counted = mask.to(student.device).flatten().nonzero().squeeze(-1)
+    rows = student.reshape(-1, student.shape[-1])
+    mean: torch.Tensor = _MeanDivergence.apply(rows, teacher.flat(), counted)
+    return mean
+
+
+@torch.no_grad()
+def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How far predictions have moved, summed over positions; for reports (``report/predictions.py``).
+
+    Args:
+        logits: of the model, ``(positions, classes)``.
+        original: of the original at the same positions, on any device.
+
+    Returns:
+        Two scalars in float64, on the model's device: the divergence of the model's predictions from the original's
+        [nats], and the number of positions at which both have the same most likely class.
+    """
+    divergence_sum = torch.zeros((), dtype=torch.float64, device=logits.device)
+    agreeing = torch.zeros((), dtype=torch.float64, device=logits.device)
+    for rows in _blocks_of_rows(logits, None):
+        sums = _RowSums.of(logits, TensorLogits(original), rows)
+        divergence_sum += sums.divergences().sum()
+        agreeing += (sums.student.best == sums.teacher.best).sum()
+    return divergence_sum, agreeing
+
+
+class _MeanDivergence(torch.autograd.Function):
+    """See :func:`divergence`. The backward keeps the student's logits, the model's own, and two numbers of each row.
+
+    ``counted`` are the numbers of the rows that count; None: all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student: torch.Tensor, teacher: Logits, counted: torch.Tensor | None) -> torch.Tensor:
+        total = torch.zeros((), device=student.device)
+        normalizers = []
+        for rows in _blocks_of_rows(student, counted):
+            sums = _RowSums.of(student, teacher, rows)
+            total += sums.divergences().sum()
+            normalizers.append(torch.stack([sums.student.normalizer(), sums.teacher.normalizer()]))
+        ctx.save_for_backward(student, counted, *normalizers)
+        ctx.teacher = teacher
+        ctx.positions = max(1, len(student if counted is None else counted))
+        return total / ctx.positions
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        student, counted, *normalizers = ctx.saved_tensors
+        student_grad = torch.empty_like(student) if counted is None else torch.zeros_like(student)
+        share = grad / ctx.positions
+        for rows, (of_student, of_teacher) in zip(_blocks_of_rows(student, counted), normalizers, strict=True):
+            for classes in _blocks_of_classes(student):
+                q = student[rows, classes].float().sub(of_student[:, None]).exp_()
+                teacher_logits = ctx.teacher.block(rows, classes).to(student.device).float()
+                p = teacher_logits.sub(of_teacher[:, None]).exp_()
+                student_grad[rows, classes] = q.sub_(p).mul_(share).to(student.dtype)
+        return student_grad, None, None
+
+
+class _Maximum:
+    """Of each row: the largest logit and its class, and the sum of ``exp(logit - largest)``, over the blocks so far."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.largest = torch.full((rows,), -torch.inf, device=device)
+        self.best = torch.zeros(rows, dtype=torch.long, device=device)
+        self.total = torch.zeros(rows, device=device)
+
+    def add(self, logits: torch.Tensor, first_class: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add a block of classes.
+
+        Args:
+            logits: ``(rows, classes)`` in float32.
+            first_class: the number of the first of them.
+
+        Returns:
+            ``exp(logit - largest)`` of the block, and the factor ``(rows,)`` by which earlier sums of such shrink.
+        """
+        block_largest, block_best = logits.max(-1)
+        is_larger = block_largest > self.largest
+        self.best = torch.where(is_larger, block_best + first_class, self.best)
+        largest = torch.maximum(self.largest, block_largest)
+        reference = largest.clamp_min(torch.finfo(largest.dtype).min)  # all excluded so far: exp(-inf), not NaN
+        exponentials = logits.sub(reference[:, None]).exp_()
+        shrinkage = self.largest.sub(reference).exp_()
+        self.total = self.total * shrinkage + exponentials.sum(-1)
+        self.largest = largest
+        return exponentials, shrinkage
+
+    def normalizer(self) -> torch.Tensor:
+        """The logarithm of the sum of ``exp(logit)``."""
+        return self.largest + self.total.log()
+
+
+class _RowSums:
+    """The sums of some rows from which their divergences follow."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.student = _Maximum(rows, device)
+        self.teacher = _Maximum(rows, device)
+        #: sum of ``exp(t - largest) * (t - s)`` with the logits t of the teacher and s of the student
+        self.difference = torch.zeros(rows, device=device)
+
+    @classmethod
+    def of(cls, student: torch.Tensor, teacher: Logits, rows: torch.Tensor | slice) -> _RowSums:
+        """The sums over all classes of some rows."""
+        sums: _RowSums | None = None
+        for classes in _blocks_of_classes(student):
+            student_logits = student[rows, classes].float()
+            teacher_logits = teacher.block(rows, classes).to(student.device).float()
+            if sums is None:
+                sums = cls(len(student_logits), student.device)
+            exponentials, shrinkage = sums.teacher.add(teacher_logits, classes.start)
+            sums.student.add(student_logits, classes.start)
+            difference = teacher_logits - student_logits
+            difference.nan_to_num_(nan=0.0, posinf=_MOST, neginf=-_MOST)  # a NaN of a logit is in the totals
+            sums.difference = sums.difference * shrinkage + exponentials.mul_(difference).sum(-1)
+        assert sums is not None
+        return sums
+
+    def divergences(self) -> torch.Tensor:
+        """Of each row, in nats. Equal logits give exactly zero."""
+        expected_difference = self.difference / self.teacher.total
+        of_largest = self.teacher.largest - self.student.largest
+        of_totals = (self.teacher.total / self.student.total).log()
+        return expected_difference - of_largest - of_totals
+
+
+def _blocks_of_rows(student: torch.Tensor, counted: torch.Tensor | None) -> Iterator[torch.Tensor | slice]:
+    """The rows that count, some at a time: their numbers, or slices where all count."""
+    at_a_time, _ = _block_shape(student)
+    if counted is not None:
+        yield from counted.split(at_a_time)
+        return
+    for first in range(0, len(student), at_a_time):
+        yield slice(first, min(first + at_a_time, len(student)))
+
+
+def _blocks_of_classes(student: torch.Tensor) -> Iterator[slice]:
+    """The classes, some at a time."""
+    _, at_a_time = _block_shape(student)
+    for first in range(0, student.shape[-1], at_a_time):
+        yield slice(first, first + at_a_time)
+
+
+def _block_shape(student: torch.Tensor) -> tuple[int, int]:
+    """Rows and classes of a block."""
+    return _CPU_BLOCK if student.device.type == "cpu" else _BLOCK

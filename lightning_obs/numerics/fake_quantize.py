@@ -1,9 +1,9 @@
 """Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
 
-The forward calls compressed-tensors' ``fake_quantize``, so training sees bit for bit what the exported checkpoint
-gives. (Formats for which torch has no dtype are computed here, to the same bits: compressed-tensors' cast to fp4 makes
-eight masked passes, and on an accelerator the host waits for each.) Its result has no graph, so the gradient is defined
-here:
+The forward has the bits of compressed-tensors' ``fake_quantize``, so training sees what the exported checkpoint gives.
+float8 calls it. The others are computed here, each weight in every training step: integers in place, in a quarter of
+the time, and formats for which torch has no dtype, because compressed-tensors' cast to fp4 makes eight masked passes
+(on an accelerator the host waits for each). Its result has no graph, so the gradient is defined here:
 
 * **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
   beyond its last level, as values there still round to that level: compressed-tensors maps the absmax of a
@@ -250,21 +250,24 @@ def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     """Quantize and dequantize without a graph, bit for bit as compressed-tensors."""
     scale, zero_point, args, global_scale = qparams
     number = format_of(args)
-    has_dtype = number is None or number.dtype is not None
+    is_float8 = number is not None and number.dtype is not None
     computed_dtype = torch.promote_types(value.dtype, scale.dtype)
-    if has_dtype or computed_dtype == torch.float64:
+    if is_float8 or computed_dtype == torch.float64:
         keep_range_readable(args, value.device)
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     levels, step = _in_steps(value, qparams)
-    if zero_point is None:
-        levels.add_(0.0)  # -0.0 becomes 0.0; a value that is rounded to zero keeps its sign below
     grid = NumberGrid.of(args)
-    nearest = grid.round(levels.float())
-    levels = nearest.copysign_(levels).to(step.dtype)
+    if number is None:
+        levels = levels.clamp_(grid.low, grid.high).round_().to(step.dtype)
+    else:
+        if zero_point is None:
+            levels.add_(0.0)  # -0.0 becomes 0.0; a value that is rounded to zero keeps its sign below
+        nearest = grid.round(levels.float())
+        levels = nearest.copysign_(levels).to(step.dtype)
     if zero_point is not None:
         zero = _broadcastable(zero_point, args)
-        levels = levels - zero.to(step.dtype)
-    quantized = _ungroup(levels * step, value.shape, args)
+        levels.sub_(zero.to(step.dtype))
+    quantized = _ungroup(levels.mul_(step), value.shape, args)
     if args.strategy in _GROUPED:
         return quantized.to(value.dtype)
     return quantized
@@ -286,15 +289,11 @@ def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, tor
 def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     """Which values were not clipped, in the layout of :func:`_group`."""
     scale, zero_point, args, global_scale = qparams
-    grid = NumberGrid.of(args)
-    value_eps = torch.finfo(value.dtype).eps
-    scale_eps = torch.finfo(scale.dtype).eps
-    rounding_error = max(value_eps, scale_eps) * (grid.high - grid.low)
-    slack = grid.last_step() / 2 + rounding_error
+    lowest, highest = _ends(value, qparams)
     step = scale.float() if global_scale is None else scale / global_scale
     zero = 0.0 if zero_point is None else zero_point.float()
-    low = (grid.low - slack - zero) * step
-    high = (grid.high + slack - zero) * step
+    low = (lowest - zero) * step
+    high = (highest - zero) * step
     # A negative scale exchanges the two ends.
     lower = torch.minimum(low, high)
     upper = torch.maximum(low, high)
@@ -303,6 +302,47 @@ def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     grouped = _group(value, args)
     inside = grouped >= lower
     return inside.logical_and_(grouped <= upper)
+
+
+def _ends(value: torch.Tensor, qparams: _QParams) -> tuple[float, float]:
+    """The ends of the grid for the test of clipping, half a step and the rounding error beyond its last numbers."""
+    scale, _, args, _ = qparams
+    grid = NumberGrid.of(args)
+    value_eps = torch.finfo(value.dtype).eps
+    scale_eps = torch.finfo(scale.dtype).eps
+    rounding_error = max(value_eps, scale_eps) * (grid.high - grid.low)
+    slack = grid.last_step() / 2 + rounding_error
+    return grid.low - slack, grid.high + slack
+
+
+def clip_gradient_(
+    gradient: torch.Tensor,
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    *,
+    global_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of a value from that of :func:`fake_quantize`'s result: zero where the value was clipped.
+
+    The backward of a Linear in training calls it for each weight (``forward/recomputed_linear.py``). In float32 it
+    takes two passes and no mask; a value within a rounding error of the end of the slack may count either way.
+
+    Args:
+        gradient: of the result; it is changed in place where that is faster, and not to be used afterwards.
+        value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
+    """
+    qparams = scale, zero_point, args, global_scale
+    is_float32 = value.dtype == scale.dtype == gradient.dtype == torch.float32
+    if not is_float32 or args.strategy == QuantizationStrategy.BLOCK:
+        inside = _ungroup(_on_grid(value, qparams), value.shape, args)
+        return torch.where(inside, gradient, 0)
+    steps, _ = _in_steps(value, qparams)
+    lowest, highest = _ends(value, qparams)
+    grouped = _group(gradient, args)
+    torch.ops.aten.hardtanh_backward(grouped, steps, lowest, highest, grad_input=grouped)
+    return gradient
 
 
 # ---------------------------------------------------------------------- layouts in which a scale broadcasts

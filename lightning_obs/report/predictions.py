@@ -22,13 +22,11 @@ from lightning_obs.forward.calls import named_logits
 from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.eager import run_eagerly
 from lightning_obs.model.mark import keep_hook_out
-from lightning_obs.numerics.divergence import summed_divergence
+from lightning_obs.numerics.divergence import compare
 from lightning_obs.ranks.collectives import Collectives
 
 #: memory on each rank for the original's logits, and as much again for batches that are kept [bytes]
 KEPT_BYTES = 2 * 2**30
-#: positions that are compared at a time: a block of their logits stays in the cache
-_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -110,11 +108,8 @@ class Comparison:
     @torch.no_grad()
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
         """Add the positions of two tensors of logits, ``(positions, classes)``."""
-        sums = torch.zeros(2, dtype=torch.float64, device=quantized.device)
-        for before, after in zip(original.to(quantized.device).split(_ROWS), quantized.split(_ROWS), strict=True):
-            agreeing = (before.argmax(-1) == after.argmax(-1)).sum()
-            sums += torch.stack([summed_divergence(after, before), agreeing])
-        self._sums += torch.tensor([*sums.tolist(), len(original)], dtype=torch.float64)
+        divergence, agreeing = compare(quantized, original)
+        self._sums += torch.tensor([*torch.stack([divergence, agreeing]).tolist(), len(original)], dtype=torch.float64)
 
     def reduced(self, collectives: Collectives) -> Moved | None:
         """The result over all ranks, None if there is none; every rank must call this."""

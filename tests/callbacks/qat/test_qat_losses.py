@@ -1,9 +1,13 @@
 """What QuantizationAwareTraining may add to the loss and to the optimizer: learned scales and distillation."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_obs import CalibrationError, QuantizationAwareTraining, quantized
@@ -166,3 +170,112 @@ def test_distillation_of_a_language_model_leaves_padding_out(tiny_llama, batches
     with torch.no_grad(), quantized(model):
         q = model(**row).logits.double().log_softmax(-1)[:, :10]
     assert totals[0] == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-4)
+
+
+# ---------------------------------------------------------------------- copies of the logits
+
+
+class LogitsMade(TorchDispatchMode):
+    """Counts the tensors of a shape that operations make, without views of others and results in place."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape = shape
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        known = [tensor.untyped_storage().data_ptr() for tensor in tensors_in([args, kwargs])]
+        result = function(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            is_of_shape = tensor.shape[-1:] == self.shape[-1:] and tensor.numel() == self.shape.numel()
+            if is_of_shape and tensor.untyped_storage().data_ptr() not in known:
+                self.count += 1
+        return result
+
+
+def tensors_in(tree):
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+class CountLogits(L.Callback):
+    """Counts the tensors of the logits' shape that one training step makes, forward and backward."""
+
+    def __init__(self, shape):
+        self.mode = LogitsMade(torch.Size(shape))
+
+    def on_train_batch_start(self, *_):
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, *_):
+        self.mode.__exit__(None, None, None)
+
+
+class Unlabelled(Language):
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).logits[0, 0, 0].detach()
+
+
+def logits_made(module, batch, **options):
+    count = CountLogits((*batch["input_ids"].shape, module.model.config.vocab_size))
+    callbacks = [count]
+    if options:
+        callbacks.append(QuantizationAwareTraining("W4A16", ignore=["lm_head"], **options))
+    data = language_data([batch])
+    trainer(*callbacks, max_steps=1, limit_val_batches=0).fit(module, data, data)
+    return count.mode.count
+
+
+def with_160_classes(model):
+    """More than the model has channels, so that logits have a shape of their own."""
+    model.resize_token_embeddings(160)
+    return model
+
+
+def test_distillation_makes_one_tensor_of_the_logits_size_its_gradient(tiny_llama, batches, monkeypatch):
+    monkeypatch.setattr("lightning_obs.numerics.divergence._CPU_BLOCK", (8, 64))
+    batch = batches[0]
+    plain = logits_made(Language(with_160_classes(tiny_llama())), batch)
+    # Autograd adds it to the loss's gradient in place, but not while operations are counted.
+    assert logits_made(Language(with_160_classes(tiny_llama())), batch, distill=1.0) == plain + 2
+    module = Unlabelled(with_160_classes(tiny_llama()))
+    assert logits_made(module, batch, distill="only") == 2  # the model's own, and the gradient
+    teacher = with_160_classes(tiny_llama())
+    assert logits_made(module, batch, distill="only", teacher=teacher) == 2
+
+
+@pytest.mark.parametrize("change", ["scaled", "in place", "reshaped", "hooked"])
+def test_a_teacher_that_does_more_than_its_head_is_run_whole(change, tiny_llama, batches):
+    """What its logits are then is seen in the loss: the student's weights are the teacher's, but for the change."""
+    losses = []
+
+    class Look(L.Callback):
+        def on_before_backward(self, trainer, pl_module, loss):
+            losses.append(loss.item())
+
+    def changed(output):
+        logits = output.logits
+        if change == "scaled":
+            logits = 3 * logits
+        elif change == "in place":
+            logits.mul_(3)
+        elif change == "reshaped":
+            logits = 3 * logits.view(2, 16, 160)
+        output.logits = logits
+        return output
+
+    teacher = with_160_classes(tiny_llama())
+    model = copy.deepcopy(teacher)
+    if change == "hooked":
+        teacher.lm_head.register_forward_hook(lambda module, args, output: 3 * output)
+    else:
+        forward = teacher.forward
+        teacher.forward = lambda **kwargs: changed(forward(**kwargs))
+    module = Unlabelled(copy.deepcopy(model))
+    callback = QuantizationAwareTraining("W8A16", ignore=["lm_head"], distill="only", teacher=teacher)
+    data = language_data(batches[:1])
+    trainer(callback, Look(), max_steps=1, limit_val_batches=0).fit(module, data, data)
+    with torch.no_grad():
+        log_q = model(**batches[0]).logits.double().log_softmax(-1)
+        log_p = (3 * model(**batches[0]).logits.double()).log_softmax(-1)
+    expected = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    assert losses[0] == pytest.approx(expected, rel=0.05)

@@ -1,0 +1,124 @@
+"""A Linear that quantizes its weight once more in the backward, so that no quantized weight waits there.
+
+Autograd would keep one for each Linear of a model, in the size of the parameters, and the mask of clipped values.
+Both follow from the weight and its scale, which are in memory anyway.
+
+torch's activation checkpointing would compute them again, too, but it also keeps the input where the weight is frozen,
+which plain training does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.nn import functional as F
+
+
+class Quantizer(Protocol):
+    """From a weight and its scale, the weight to compute with; differentiable, and the same each time."""
+
+    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The quantized weight, in the dtype of ``value``."""
+
+    def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The gradient of ``value`` from that of the quantized one, which may be changed in place."""
+
+
+def recomputed_linear(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor,
+    quantize: Quantizer,
+    *,
+    merge: Callable[[torch.Tensor], torch.Tensor],
+    parameters: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """``F.linear(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
+
+    The quantized forward of a Linear (:mod:`.quantized_forward`) calls it where autograd records.
+
+    Args:
+        input: ``(..., C)``, quantized if it is to be.
+        weight: ``(R, C)``, adapters merged. It is not kept for the backward.
+        bias: ``(R,)`` or None.
+        scale: of the weight.
+        quantize: gives the quantized weight in the dtype of ``weight``.
+        merge: gives ``weight`` from the first of ``parameters``: adds the adapters.
+        parameters: the module's weight, and the adapters' parameters. One that is changed in place before the backward
+            is an error there, as in plain training.
+    """
+    output: torch.Tensor = _RecomputedLinear.apply(input, weight, bias, scale, quantize, merge, *parameters)
+    return output
+
+
+class _RecomputedLinear(torch.autograd.Function):
+    """See :func:`recomputed_linear`."""
+
+    @staticmethod
+    def forward(
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scale: torch.Tensor,
+        quantize: Quantizer,
+        merge: Callable[[torch.Tensor], torch.Tensor],
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        return F.linear(input, quantize(weight, scale), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        input, _, bias, scale, quantize, merge, *parameters = inputs
+        ctx.quantize = quantize
+        ctx.merge = merge
+        ctx.input_dtype = input.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
+        kept_input = input if needs_weight or needs_scale else None
+        ctx.save_for_backward(kept_input, scale, *parameters)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, scale, *parameters = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
+        weight = ctx.merge(parameters[0])
+        needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
+        with torch.set_grad_enabled(needs_graph):
+            # Views, so that gradients stop here and reach no hook of a parameter.
+            weight = weight.view_as(weight)
+            scale = scale.view_as(scale)
+            quantized = ctx.quantize(weight, scale)
+        input_grad = None
+        if needs_input:
+            product = grad @ quantized.to(grad.dtype)  # autocast has computed in the dtype of the output
+            input_grad = product.to(ctx.input_dtype)
+        bias_grad = None
+        rows = grad.reshape(-1, grad.shape[-1])
+        if needs_bias:
+            bias_grad = rows.sum(0).to(ctx.bias_dtype)
+        weight_grad = scale_grad = None
+        if needs_weight or needs_scale:
+            input_rows = input.reshape(-1, input.shape[-1])
+            quantized_grad = rows.t() @ input_rows.to(grad.dtype)
+            quantized_grad = quantized_grad.to(quantized.dtype)
+            if needs_graph:
+                weight_grad, scale_grad = _gradients(quantized, weight, scale, quantized_grad)
+            else:
+                del quantized  # as large as the weight
+                weight_grad = ctx.quantize.value_gradient(quantized_grad, weight, scale)
+        return input_grad, weight_grad, bias_grad, scale_grad, None, None, *(None for _ in parameters)
+
+
+def _gradients(
+    quantized: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantized_grad: torch.Tensor
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The gradients of a weight and its scale from that of the quantized weight; None for one that needs none."""
+    sources = [source for source in (weight, scale) if source.requires_grad]
+    gradients = torch.autograd.grad(
+        quantized, sources, quantized_grad, create_graph=torch.is_grad_enabled(), allow_unused=True
+    )
+    by_source = dict(zip(map(id, sources), gradients, strict=True))
+    return by_source.get(id(weight)), by_source.get(id(scale))
