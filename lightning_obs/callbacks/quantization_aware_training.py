@@ -20,6 +20,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.destinations import ExportTo
 from lightning_obs.callbacks.distillation import Distillation
 from lightning_obs.callbacks.lightning_package import TrainerFn
+from lightning_obs.callbacks.lost_updates import LostUpdates
 from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.callbacks.quantized_fit import QuantizedFit
 from lightning_obs.callbacks.results import Results
@@ -178,6 +179,7 @@ class QuantizationAwareTraining(SessionCallback):
         self.train = train
         self.batches = ObservedBatches(token_mask)
         self.changes_of_fit = _ChangesOfFit()
+        self.lost_updates = LostUpdates(calibration_options.label)
         trainer_session = TrainerSession(module)
         results = Results(
             trainer_session,
@@ -192,7 +194,7 @@ class QuantizationAwareTraining(SessionCallback):
             trainer_session,
             results,
             export_at_end,
-            parts_of_run=[self.quantized_fit, self.batches, self.changes_of_fit],
+            parts_of_run=[self.quantized_fit, self.batches, self.changes_of_fit, self.lost_updates],
         )
 
     # ------------------------------------------------------------------ fit
@@ -229,6 +231,7 @@ class QuantizationAwareTraining(SessionCallback):
         """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone."""
         super().on_train_start(trainer, pl_module)
         self.quantized_fit.begin_fit(trainer)
+        self.lost_updates.begin_fit()
         self.results.was_trained = True
         if self.train == "scales":
             self.changes_of_fit.enter_context(frozen(pl_module))
@@ -257,9 +260,17 @@ class QuantizationAwareTraining(SessionCallback):
             average_gradients(trainer, learned.parameters)
 
     @override
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Write the ranges after the last of the observed batches."""
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Watch whether weights in half precision keep what the step adds."""
+        self.lost_updates.before_step(optimizer)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Write the ranges after the last of the observed batches; warn once if weights lose their updates."""
         self.quantized_fit.end_training_batch()
+        self.lost_updates.after_step(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
