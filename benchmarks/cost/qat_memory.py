@@ -145,6 +145,8 @@ def peak_of(table: str, row: str, tokens: int, folder: str | None) -> int:
         model.zero_grad()
     else:
         model = load_pretrained(folder, dtype="float32")[0]
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # else it would be a mapped file, resident or not
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
