@@ -13,8 +13,9 @@ way is calibrated with the same data. ``error`` is the mean squared difference o
 other data of the same kind, divided by that of ``quantize_static`` with its default, MinMax.
 
 Models with random weights are for speed: a network that was not trained gives no meaning to an error. ``digits`` (a
-residual network) and ``digits_vit`` are trained here on scikit-learn's digits; EfficientNet-Lite0 is trained on
-ImageNet, and its 20 labelled images calibrate it as well, so its row compares ways, not accuracies.
+residual network; once more with ``F.relu`` in place of modules) and ``digits_vit`` are trained here on scikit-learn's
+digits; EfficientNet-Lite0 is trained on ImageNet, and its 20 labelled images calibrate it as well, so its row compares
+ways, not accuracies.
 """
 
 from __future__ import annotations
@@ -77,11 +78,19 @@ class ResidualBlock(nn.Module):
         return self.relu2(self.norm2(self.conv2(y)) + x)
 
 
+class FunctionalBlock(ResidualBlock):
+    """The same block, with functions in place of the modules that activate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(y)) + x)
+
+
 class ResidualNet(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, block: type[ResidualBlock] = ResidualBlock) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU())
-        self.blocks = nn.Sequential(*[ResidualBlock(32) for _ in range(3)])
+        self.blocks = nn.Sequential(*[block(32) for _ in range(3)])
         self.head = nn.Linear(32, 10)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -230,6 +239,7 @@ def of_neuralforecast(name: str) -> Case:
 
 CASES: dict[str, Callable[[], Case]] = {
     "digits": lambda: trained_on_digits(ResidualNet(), 12),
+    "digits, functions": lambda: trained_on_digits(ResidualNet(FunctionalBlock), 12),
     "digits_vit": lambda: trained_on_digits(VisionTransformer(), 20),
     "efficientnet_lite0": efficientnet,
     "resnet18, 64x64": lambda: of_timm("resnet18", 1, 3, 64, 64),

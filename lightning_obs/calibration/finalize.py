@@ -29,7 +29,7 @@ from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_positive, to_host
-from lightning_obs.numerics.qparams import QParamsDict
+from lightning_obs.numerics.qparams import QParamsDict, compute_qparams
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
 from lightning_obs.observers.statistic import input_statistics
@@ -152,18 +152,23 @@ class _Finalization:
             return computed
         with self.stretch:
             readers = observation.calls.readers
-            if readers is not None:
-                readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
-                observation.drop_outputs(readers.followed)
-            _bring_to_host(observation.data_observers)
+            begin_at_zero: set[str] = set()
             if observation.unreached is None:
                 observation.unreached = synced.unreached
+            if readers is not None:
+                readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
+                readers.followed.update(_without_outputs(observation, readers))
+                observation.drop_outputs(readers.followed)
+                begin_at_zero = readers.begin_at_zero
+            _bring_to_host(observation.data_observers)
             self.stand_ins = _stand_ins(observation)
             without_ranges = set(observation.unreached) - self.stand_ins.keys()
             self.skipped = left_in_float_without_data(observation, without_ranges) if without_ranges else set()
             for key, observer in {**observation.observers, **self.stand_ins}.items():
                 name, base = key
-                if base != "weight" and name not in self.skipped:
+                if base == "output" and name in begin_at_zero and name not in self.skipped:
+                    computed[key] = _from_zero(observer, key)
+                elif base != "weight" and name not in self.skipped:
                     computed[key] = _qparams_from(observer, key)
             if readers is not None:
                 computed |= _ranges_of_sources(observation, readers, computed)
@@ -396,6 +401,30 @@ def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
         return observer.get_qparams()
     except Exception as error:
         raise sendable(error, key) from error
+
+
+def _from_zero(observer: Observer, key: Key) -> QParamsDict:
+    """The qparams of an output that nothing but a ReLU reads: its range begins at zero."""
+    _qparams_from(observer, key)  # refuses values that are not finite
+    low, high = observer.get_min_max()
+    return compute_qparams(low.clamp(min=0), high.clamp(min=0), observer.args, signed=observer.signed)
+
+
+def _without_outputs(observation: Observation, readers: OutputReaders) -> set[str]:
+    """Names of blocks whose output is no sum, and of followers that the model has and does not call.
+
+    No data have reached them, while data have reached others; where no data were run at all, there are none.
+    """
+    unreached = set(observation.unreached or ())
+    if unreached >= observation.data_observers.keys():
+        return set()
+    names = set()
+    for target in observation.plan.targets:
+        is_idle = target.is_follower and (target.name, "output") in unreached
+        is_no_sum = target.is_block and not readers.sums.get(target.name)
+        if is_idle or is_no_sum:
+            names.add(target.name)
+    return names
 
 
 def _ranges_of_sources(

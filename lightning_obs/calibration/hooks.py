@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
-from lightning_obs.calibration.output_readers import OutputReaders, is_transparent
+from lightning_obs.calibration.output_readers import OutputReaders, WatchedFunctions, is_transparent, observing
 from lightning_obs.calibration.token_mask import PADDING, Layout, TokenSelection, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
@@ -123,35 +124,60 @@ class ObserverHooks:
     def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the outputs of a module."""
         observers = self._observers_of(target, ["output"])
-        if observers:
+        if target.is_block and observers:
+            self._attach_block(target, _ActivationHook(readers, target, observers), stack)
+        elif observers:
             _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
 
-    def _attach_readers(self, readers: OutputReaders, stack: ExitStack) -> None:
-        """Note in the first batch which module reads which quantized output."""
-        calls = self._observation.calls
+    def _is_first_batch(self) -> bool:
+        return self._observation.calls.batches <= 1  # a batch is counted before it runs, or after
 
-        def is_first_batch() -> bool:
-            return calls.batches <= 1  # a batch is counted before it runs, or after
+    def _attach_block(self, target: PlannedModule, observe: Callable[[Any], None], stack: ExitStack) -> None:
+        """Observe the outputs of a block, if they are sums in the first batch."""
+        readers = self._observation.calls.readers
+        assert readers is not None  # the output of a block is planned
+
+        def observe_sum(_: nn.Module, args: Any, output: Any) -> None:
+            if self._is_first_batch():
+                with observing():
+                    readers.judge_block(target.name, output)
+            if readers.sums.get(target.name):
+                observe(output)
+
+        handle = target.module.register_forward_hook(observe_sum, prepend=True)
+        remove_hook = keep_hook_out(target.module, handle)
+        stack.callback(remove_hook)
+
+    def _attach_readers(self, readers: OutputReaders, stack: ExitStack) -> None:
+        """Note in the first batch who reads which quantized output."""
+        is_first_batch = self._is_first_batch
 
         def leave(name: str, _: nn.Module, args: Any, output: Any) -> None:
-            if is_first_batch() and isinstance(output, torch.Tensor):
-                readers.leave(name, output)
+            is_quantized = readers.sums.get(name, True)  # a block's, if it is a sum
+            if is_first_batch() and is_quantized and isinstance(output, torch.Tensor):
+                with observing():
+                    readers.leave(name, output)
 
         def enter(name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
             value = _first_tensor(args)
             if is_first_batch() and value is not None:
-                readers.enter(name, value, is_follower)
+                with observing():
+                    readers.enter(name, value, is_follower)
 
         def pass_on(_: nn.Module, args: Any, output: Any) -> None:
             value = _first_tensor(args)
             if is_first_batch() and value is not None and isinstance(output, torch.Tensor):
-                readers.pass_on(value, output)
+                with observing():
+                    readers.pass_on(value, output)
 
         for target in self._observation.plan.targets:
             module = target.module
-            if "output" in target.args:  # after all other hooks: the next module is given what the last one returns
-                handle = module.register_forward_hook(partial(leave, target.name))
-                remove_hook = keep_hook_out(module, handle)
+            if "output" in target.args:
+                # Adapters beside a weight are a part of it. After all other hooks: the next module is given what the
+                # last one returns.
+                returning = adapters_of(module) or module
+                handle = returning.register_forward_hook(partial(leave, target.name))
+                remove_hook = keep_hook_out(returning, handle)
                 stack.callback(remove_hook)
             if "input" in target.args or target.is_follower:
                 handle = module.register_forward_pre_hook(partial(enter, target.name, target.is_follower))
@@ -160,6 +186,7 @@ class ObserverHooks:
         for module in self._observation.model.modules():
             if is_transparent(module):
                 stack.callback(keep_hook_out(module, module.register_forward_hook(pass_on)))
+        _attach_watch(self._observation, readers, is_first_batch, stack)
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
         """The observers of a module that data reach, in the order of the base names."""
@@ -231,8 +258,12 @@ class _ActivationHook:
         if self._ignores_this_call():
             return
         tensor = _first_tensor(value)
-        if tensor is None:
-            return
+        if tensor is not None:
+            with observing():
+                self._observe_tensor(tensor)
+
+    def _observe_tensor(self, tensor: torch.Tensor) -> None:
+        """Observe a tensor that counts."""
         self._require_floating_point(tensor)
         tokens = tensor
         if self._calls.mask is not None and not self._target.states:
@@ -325,6 +356,55 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
         if isinstance(candidate, torch.Tensor):
             return candidate
     return None
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """All tensors in tuples, lists and dicts."""
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _attach_watch(
+    observation: Observation, readers: OutputReaders, is_first_batch: Callable[[], bool], stack: ExitStack
+) -> None:
+    """Watch the functions of torch that read quantized outputs, from the outermost call of a module to its end.
+
+    Each call is a block of its own, because the user's code may enter and leave other modes between two calls.
+
+    Args:
+        observation: has the model.
+        readers: of quantized outputs.
+        is_first_batch: whether the readers are to be found now.
+        stack: removes the hooks when it closes.
+    """
+    calls = observation.calls
+    modes: list[WatchedFunctions] = []  # at most one
+    callers: list[nn.Module] = []  # the outermost module, as often as it is being called
+
+    def begin(module: nn.Module, args: Any) -> None:
+        if not modes and is_first_batch() and not calls.is_paused and not is_inside_quantized(module):
+            modes.append(WatchedFunctions(readers))
+            modes[0].__enter__()
+            callers.append(module)
+        elif modes and module is callers[0]:
+            callers.append(module)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not callers or module is not callers[0]:
+            return
+        callers.pop()
+        if not callers:
+            modes.pop().__exit__(None, None, None)
+            readers.compute(None, _tensors_in(output))
+
+    for module in observation.model.modules():
+        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
+            continue
+        remove_begin = keep_hook_out(module, module.register_forward_pre_hook(begin))
+        stack.callback(remove_begin)
+        # called after a forward that raises, too; before the hooks of sessions that began to watch earlier
+        handle = module.register_forward_hook(end, prepend=True, always_call=True)
+        remove_end = keep_hook_out(module, handle)
+        stack.callback(remove_end)
 
 
 def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stack: ExitStack) -> None:

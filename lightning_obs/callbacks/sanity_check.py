@@ -31,7 +31,8 @@ class SanityWatch:
         self._hooks = ExitStack()
         self._hooks.enter_context(run_eagerly())
         for target in session.plan.targets:
-            if target.name in needing_data and not target.name.startswith(inside_experts):
+            is_needed = target.name in needing_data and not (target.is_block or target.is_follower)
+            if is_needed and not target.name.startswith(inside_experts):
                 self._uncalled[target.module] = target.name
                 handle = target.module.register_forward_pre_hook(self._record_call)
                 self._hooks.callback(keep_hook_out(target.module, handle))

@@ -304,7 +304,7 @@ def describe(pl_module: nn.Module, module_path: str | None, session: Calibration
         modules keeps in float.
     """
     path, _ = find_module(pl_module, module_path)
-    planned = {target.module for target in session.plan.targets}
+    planned = {target.module for target in session.plan.targets if not target.is_block}
     classes = {type(module) for module in planned}
     left_out = _left_out_layers(session, planned, classes)
     class_names = "/".join(sorted(cls.__name__ for cls in classes))

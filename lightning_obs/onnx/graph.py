@@ -22,9 +22,10 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 def finish(model: Any, names: Collection[str]) -> None:
     """Finish a traced graph: what engines need in another form, and what the exporter has left.
 
-    Batch norms are folded, products of dynamic ranges become products of integers, pools of integers give integers,
-    sums before layer norms are kept apart, 4-bit integers are stored in 4 bits, nodes are named after modules; unused
-    nodes and the exporter's notes are removed. No number changes.
+    Batch norms are folded, a ReLU comes before the quantization that it reads, products of dynamic ranges become
+    products of integers, pools of integers give integers, sums before layer norms are kept apart, 4-bit integers are
+    stored in 4 bits, nodes are named after modules; unused nodes and the exporter's notes are removed. No number
+    changes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
@@ -33,6 +34,9 @@ def finish(model: Any, names: Collection[str]) -> None:
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
         _fold(model.graph, batch_norm, names)
+    for node in list(model.graph):
+        if node.op_type == "Relu":
+            _rectify_before_quantizing(model.graph, node)
     products = [node for node in model.graph if node.op_type in ("MatMul", "Gemm")]
     for product in products:
         _multiply_integers(model.graph, product)
@@ -132,6 +136,32 @@ def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
             return False
     parameters = [*batch_norm.inputs[1:], *weight.inputs, *conv.inputs[2:3]]
     return all(value.const_value is not None for value in parameters)
+
+
+def _rectify_before_quantizing(graph: Any, relu: Any) -> None:
+    """Move a ReLU before the quantization that it alone reads, so that engines make it a part of the convolution.
+
+    ``F.relu`` reads a quantized output in this way. Both orders give the same numbers: rounding keeps signs, and zero
+    is one of the levels. It has to be the lowest one, or that of symmetric signed integers: else onnxruntime would
+    compute the convolution in float.
+    """
+    dequantize = relu.inputs[0].producer()
+    if dequantize is None or dequantize.op_type != "DequantizeLinear":
+        return
+    quantize = dequantize.inputs[0].producer()
+    if quantize is None or quantize.op_type != "QuantizeLinear":
+        return
+    zero_point = quantize.inputs[2].const_value
+    codes, quantized = quantize.outputs[0], dequantize.outputs[0]
+    if zero_point is None or zero_point.numpy() != 0:
+        return
+    if len(codes.uses()) != 1 or len(quantized.uses()) != 1 or quantized.is_graph_output():
+        return
+    relu.outputs[0].replace_all_uses_with(quantized, replace_graph_outputs=True)
+    relu.replace_input_with(0, quantize.inputs[0])
+    quantize.replace_input_with(0, relu.outputs[0])
+    graph.remove(relu)
+    graph.insert_before(quantize, relu)
 
 
 def _multiply_integers(graph: Any, product: Any) -> None:

@@ -35,7 +35,7 @@ from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
-from lightning_obs.schemes.config import config_groups
+from lightning_obs.schemes.config import FOLLOWERS, config_groups
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
 _UNCALLED = "read without a call"
@@ -80,6 +80,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     _check_any_left(model, targets, list(groups_by_target), ignore)
     _warn_idle_targets(targets, groups_by_target)
     check_targets(model, targets)
+    targets += _find_blocks(model, config, targets, ignore)
     fused = find_fused(_names(targets), fused_sets)
     _check_fused_schemes(targets, fused)
     warn_cast_buffers(model)
@@ -130,6 +131,33 @@ def _add_matching_modules(
         if pattern in (kind.__name__ for kind in type(module).__mro__):
             selected_by_class.add(name)
     return selected_by_class
+
+
+def _find_blocks(
+    model: nn.Module, config: QuantizationConfig, targets: Sequence[PlannedModule], ignore: Sequence[str]
+) -> list[PlannedModule]:
+    """Modules around convolutions whose output may be a sum of quantized outputs, where the preset has followers.
+
+    Which of them are blocks that return a sum is seen while data run. torch's own modules return none.
+    """
+    group = config.config_groups.get(FOLLOWERS)
+    if not isinstance(group, QuantizationScheme):
+        return []
+    parents: set[str] = set()
+    for target in targets:
+        is_convolution = len(whole_shape(target.module) or ()) > 2
+        name = target.name
+        while is_convolution and "." in name:
+            name = name.rpartition(".")[0]
+            parents.add(name)
+    scheme = group.model_copy(update={"targets": []})
+    blocks = []
+    for name in sorted(parents.difference(_names(targets))):
+        module = base_of(model.get_submodule(name))
+        is_torchs = type(module).__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule)
+        if not is_torchs and not is_match(name, module, ignore):
+            blocks.append(PlannedModule(name, module, scheme, is_block=True))
+    return blocks
 
 
 def _check_any_left(

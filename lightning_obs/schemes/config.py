@@ -47,6 +47,7 @@ DEFAULT_TARGETS = ("Linear",)
 _ALL_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 #: what such engines make a part of the convolution or product before it: where its output goes there, its range is
 #: that of their output
+FOLLOWERS = "followers"  # the name of their group
 _FOLLOWERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ReLU", "ReLU6")
 
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
@@ -321,7 +322,7 @@ def _with_followers(group: QuantizationScheme, preset: Any) -> QuantizationConfi
     groups = {"group_0": group}
     if own_preset is not None and own_preset.followers and group.output_activations is not None:
         outputs = group.output_activations.model_copy(deep=True)
-        groups["followers"] = QuantizationScheme(targets=[*own_preset.followers], output_activations=outputs)
+        groups[FOLLOWERS] = QuantizationScheme(targets=[*own_preset.followers], output_activations=outputs)
     return QuantizationConfig(config_groups=groups)
 
 

@@ -47,6 +47,8 @@ class PlannedModule:
     scheme: QuantizationScheme
     #: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty
     states: Mapping[str, QuantizationArgs] = field(default_factory=dict)
+    #: a module of modules, whose output alone is quantized, and only if data show that it is a rectified sum
+    is_block: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} ({type(self.module).__name__})"
@@ -85,7 +87,8 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
     """Quantize the outputs of these modules no more, because followers' outputs are quantized in their place.
 
     Called by finalize, and when its result is loaded from a saved state. A follower whose output is followed has
-    nothing left to quantize then.
+    nothing left to quantize then, as has a block whose output is no sum. The scheme of the other blocks targets them by
+    name from now on.
 
     Args:
         plan: its targets are replaced. Their schemes target them by name, since other modules of their class keep
@@ -103,6 +106,9 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
             schemes[key] = scheme
         scheme.targets.append(target.name)
         plan.targets[index] = replace(target, scheme=scheme)
+    blocks = [target for target in plan.targets if target.is_block and "output" in target.args]
+    for block in blocks:
+        block.scheme.targets = [block.name for block in blocks]
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import (
@@ -77,6 +78,63 @@ class Functional(nn.Module):
         return self.head(F.relu(x + self.conv2(x)).mean((2, 3)))
 
 
+class Chain(nn.Module):
+    """Convolutions with functions between them; ``gated``: another function than the ReLU reads the output, too."""
+
+    def __init__(self, gated=False):
+        super().__init__()
+        self.conv1, self.norm1, self.conv2 = convolution(3), nn.BatchNorm2d(16), convolution(16)
+        self.head = nn.Linear(16, 4)
+        self.idle = nn.ReLU()  # never called
+        self.gated = gated
+
+    def forward(self, image):
+        y = self.norm1(self.conv1(image))
+        x = F.relu(y)
+        if self.gated:
+            x = x * torch.sigmoid(y)
+        return self.head(F.relu(self.conv2(x), inplace=True).mean((2, 3)))
+
+
+class FunctionalBlock(nn.Module):
+    """A residual block of functions: no module's output is its activation, or its sum."""
+
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.conv1, self.norm1 = convolution(16), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = convolution(16), nn.BatchNorm2d(16)
+        self.in_place = in_place
+
+    def forward(self, x):
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.in_place:
+            y += x
+            return F.relu(y, inplace=True)
+        return F.relu(y + x)
+
+
+class Stage(nn.Module):
+    """A block of the user's own that returns what the one in it returns."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x)
+
+
+class FunctionalResidual(nn.Module):
+    def __init__(self, in_place=False):
+        super().__init__()
+        self.conv, self.norm = convolution(3), nn.BatchNorm2d(16)
+        self.blocks = nn.Sequential(FunctionalBlock(in_place), Stage(FunctionalBlock(in_place)))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, image):
+        return self.head(self.blocks(F.relu(self.norm(self.conv(image)))).mean((2, 3)))
+
+
 def calibrated(model, scheme="INT8_ONNX", **options):
     """The model in evaluation mode, and the session that has calibrated it under inference mode, as Lightning runs."""
     model.eval()
@@ -127,6 +185,156 @@ def test_an_output_is_quantized_behind_the_batch_norm_and_relu_that_read_it(in_p
 def test_functions_leave_the_output_of_the_module_before_them_quantized():
     model, _ = calibrated(Functional())
     assert quantized_outputs(model) == {"norm1", "conv2", "head"}
+
+
+def test_a_relu_that_is_a_function_is_a_part_of_the_convolution(tmp_path):
+    model, session = calibrated(Chain())
+    assert quantized_outputs(model) == {"norm1", "conv2", "head"}
+    for module in (model.norm1, model.conv2):
+        assert module.output_zero_point == -128  # no level below zero
+    assert torch.equal(model.conv2.input_scale, model.norm1.output_scale)
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["QGemm"]) == (2, 1)
+    assert not {"Conv", "FusedConv", "Relu", "Gemm"} & operations.keys()
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.head.output_scale))
+    later = CalibrationSession(Chain().eval(), "INT8_ONNX")
+    later.load_state_dict(copy.deepcopy(session.state_dict()))
+    assert later.qparams.keys() == session.qparams.keys()
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_sum_that_a_block_returns_is_computed_with_integers(tmp_path, in_place):
+    model, session = calibrated(FunctionalResidual(in_place))
+    norms = {"norm", "blocks.0.norm1", "blocks.0.norm2", "blocks.1.block.norm1", "blocks.1.block.norm2"}
+    assert quantized_outputs(model) == {*norms, "blocks.0", "blocks.1.block", "head"}
+    assert "blocks.1" not in session.result.modules
+    assert torch.equal(model.blocks[1].block.conv1.input_scale, model.blocks[0].output_scale)
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["QLinearAdd"], operations["QGemm"]) == (5, 2, 1)
+    assert not {"Conv", "FusedConv", "Add", "Relu", "Gemm"} & operations.keys()
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(model.head.output_scale))
+    resumed = FunctionalResidual(in_place).eval()
+    resumed.load_state_dict(model.state_dict())
+    CalibrationSession(resumed, "INT8_ONNX").load_state_dict(copy.deepcopy(session.state_dict()))
+    export_checkpoint(model, tmp_path / "folder")
+    loaded = load_checkpoint(FunctionalResidual(in_place).eval(), tmp_path / "folder")
+    with torch.no_grad(), quantized(resumed):
+        torch.testing.assert_close(loaded(x), expected, rtol=0, atol=0)
+        torch.testing.assert_close(resumed(x), expected, rtol=0, atol=0)
+
+
+def test_a_sum_with_a_value_that_is_not_quantized_stays_in_float():
+    class Shifted(FunctionalBlock):
+        def forward(self, x):
+            return F.relu(self.norm2(self.conv2(self.norm1(self.conv1(x)))) + torch.sin(x))
+
+    model = FunctionalResidual()
+    model.blocks[0] = Shifted()
+    _, session = calibrated(model)
+    assert "blocks.0" not in session.result.modules
+    assert "blocks.1.block" not in session.result.modules  # it adds the first block's output
+
+
+def test_blocks_that_are_ignored_stay_in_float():
+    _, session = calibrated(FunctionalResidual(), ignore=["blocks.0"])
+    assert "blocks.0" not in session.result.modules
+
+
+def test_an_output_that_another_function_reads_keeps_its_negative_values(tmp_path):
+    model, _ = calibrated(Chain(gated=True))
+    assert model.norm1.output_zero_point > -100
+    assert model.conv2.output_zero_point == -128
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, _ = run(tmp_path / "model.onnx", x)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.head.output_scale))
+
+
+def test_a_relu_that_is_a_function_comes_before_tensorrts_quantization(tmp_path):
+    model, _ = calibrated(Chain(), "INT8_TENSORRT")
+    x = torch.randn(1, 3, 12, 12)
+    graph = onnx.load(export_onnx(model, tmp_path / "model.onnx", x, signed=True)).graph
+    readers = {node.input[0]: node.op_type for node in graph.node}
+    for node in graph.node:
+        if node.op_type == "Conv":
+            assert readers[node.output[0]] == "Relu"
+        if node.op_type == "Relu":
+            assert readers[node.output[0]] == "QuantizeLinear"
+
+
+def test_a_follower_that_has_no_data_is_missed_where_nothing_has_any():
+    with pytest.raises(CalibrationError, match="no data"), CalibrationSession(Chain().eval(), "INT8_ONNX"):
+        pass
+
+
+class Sampling(nn.Module):
+    """Attention of torch's own, and random numbers in evaluation, too; it fails on request."""
+
+    def __init__(self):
+        super().__init__()
+        self.chain = Chain()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, image, fails=False):
+        x = F.dropout(self.chain.norm1(self.chain.conv1(image)), 0.5, training=True)
+        if fails:
+            raise ZeroDivisionError
+        x = self.chain.conv2(F.relu(x)).flatten(2)[..., :8]
+        x = self.attention(x, x, x)[0]
+        return self.head(F.scaled_dot_product_attention(x, x, x)), self.chain.norm1.weight * torch.rand(16)
+
+
+def test_watched_functions_change_neither_outputs_nor_random_numbers():
+    model = Sampling().eval()
+    image = torch.randn(2, 3, 12, 12)
+    runs = []
+    for scheme in (None, "INT8_ONNX"):
+        torch.manual_seed(1)
+        session = None if scheme is None else CalibrationSession(model, scheme, on_missing="warn")
+        if session is not None:
+            session.attach()
+        with torch.inference_mode():
+            runs.append((*model(image), *model(image), torch.get_rng_state()))
+    session.detach()
+    for value, expected in zip(runs[1], runs[0], strict=True):
+        assert torch.equal(value, expected)
+
+
+def test_a_forward_that_raises_is_watched_no_longer():
+    model = Sampling().eval()
+    session = CalibrationSession(model, "INT8_ONNX")
+    session.attach()
+    with pytest.raises(ZeroDivisionError), torch.inference_mode():
+        model(torch.randn(2, 3, 12, 12), fails=True)
+    assert _get_current_dispatch_mode() is None
+    session.detach()
+
+
+def zero_points_of_rank(rank, gated_rank):
+    """Calibrate on two ranks; on one of them another function reads the output that the ReLU reads."""
+    torch.manual_seed(0)
+    model = Chain(gated=rank == gated_rank).eval()
+    collectives = Collectives.of_group()
+    torch.manual_seed(rank)
+    with CalibrationSession(model, "INT8_ONNX", collectives=collectives), torch.inference_mode():
+        model(torch.randn(4, 3, 12, 12))
+    return int(model.norm1.output_zero_point), float(model.norm1.output_scale)
+
+
+@pytest.mark.parametrize("gated_rank", [None, 0, 1])
+def test_ranks_agree_on_whether_a_range_begins_at_zero(gated_rank):
+    first, second = run_ranks(zero_points_of_rank, 2, gated_rank)
+    assert first == second
+    assert (first[0] == -128) == (gated_rank is None)
 
 
 def test_the_same_scheme_without_zero_points_is_tensorrts(tmp_path):
@@ -219,9 +427,9 @@ def test_a_rank_that_saw_no_data_quantizes_the_same_outputs():
 
 
 class Classifier(L.LightningModule):
-    def __init__(self):
+    def __init__(self, net=None):
         super().__init__()
-        self.net = Residual()
+        self.net = Residual() if net is None else net
 
     def forward(self, images):
         return self.net(images)
@@ -270,11 +478,12 @@ def test_scales_of_outputs_are_learned_where_a_relu_works_in_place():
 
 
 @pytest.mark.parametrize("callback", [CalibrationCallback, QuantizationAwareTraining])
-def test_a_fit_ends_with_a_file_of_integers(tmp_path, callback):
+@pytest.mark.parametrize("net", [Residual, FunctionalResidual])
+def test_a_fit_ends_with_a_file_of_integers(tmp_path, callback, net):
     torch.manual_seed(0)
     images, labels = torch.randn(32, 3, 12, 12), torch.randint(0, 4, (32,))
     loader = DataLoader(TensorDataset(images, labels), batch_size=8)
-    module = Classifier()
+    module = Classifier(net())
     trainer = L.Trainer(
         max_epochs=2, callbacks=[callback("INT8_ONNX")], accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
@@ -468,3 +677,27 @@ def test_a_sum_before_a_layer_norm_is_not_fused_into_a_slower_operation(tmp_path
     assert (operations["LayerNormalization"], operations["SkipLayerNormalization"]) == (1, 0)
     with quantized(model), torch.no_grad():
         torch.testing.assert_close(output, model(x))
+
+
+class Joined(nn.Module):
+    """Two branches side by side, and an average of their activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList([convolution(3), convolution(3)])
+        self.reduce, self.pool, self.last = nn.Conv2d(32, 16, 3), nn.AvgPool2d(2), convolution(16)
+
+    def forward(self, image):
+        joined = torch.cat([F.relu(branch(image)) for branch in self.branches], 1)
+        return self.last(self.pool(F.relu(self.reduce(joined))))
+
+
+def test_a_concatenation_and_an_average_have_the_range_of_the_input_that_reads_them(tmp_path):
+    model, _ = calibrated(Joined())
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    kinds = ("QLinearConv", "QLinearConcat", "QLinearAveragePool", "QuantizeLinear", "DequantizeLinear")
+    assert [operations[kind] for kind in kinds] == [4, 1, 1, 1, 1]
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.last.output_scale))
