@@ -41,21 +41,23 @@ def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[s
     return facts
 
 
-def run_provenance(config: DictConfig, flags: Sequence[str] = ()) -> dict[str, str]:
+def run_provenance(config: DictConfig, has_data: bool = True) -> dict[str, str]:
     """Where the results of a run come from, by label, as far as its config and its command know it.
 
     Args:
         config: of the run.
-        flags: of its command, as for :func:`~lightning_obs.app.step_commands.command_of_run`.
+        has_data: whether the run's task reads data.
     """
     texts = {}
-    command = command_of_run(flags)
+    command = command_of_run()
     if command is not None:
         texts["command"] = command
         texts["folder"] = str(Path.cwd())
-    data = config.get("data")
-    if data is not None:
-        entries = [f"{key}={value}" for key, value in plain(data).items() if value is not None and key != "_target_"]
+    if has_data:
+        entries = []
+        for key, value in plain(config.data).items():
+            if value is not None and key != "_target_":
+                entries.append(f"{key}={value}")
         texts["data"] = ", ".join(entries)
     seed = config.task.get("seed")
     if seed is not None:

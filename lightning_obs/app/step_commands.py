@@ -116,14 +116,10 @@ def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
     return shlex.join([*_PROGRAM, *changed_words(words, change, step.name)])
 
 
-def command_of_run(flags: Sequence[str] = ()) -> str | None:
-    """The command that started this run; None if the run was composed in Python.
-
-    Args:
-        flags: of the command that Hydra does not keep, such as ``--multirun``.
-    """
+def command_of_run() -> str | None:
+    """The command that started this run; None if the run was composed in Python."""
     words = typed_words()
-    return None if words is None else shlex.join([*_PROGRAM, *flags, *words])
+    return None if words is None else shlex.join([*_PROGRAM, *words])
 
 
 def is_possible(step: Step, words: Sequence[str], folder: Path, module: LightningModule, model: nn.Module) -> bool:

@@ -81,7 +81,7 @@ class Compare(Task):
 
     @override
     def run(self) -> None:
-        _write_comparison(self.config.output_dir, self.rows, run_provenance(self.config))
+        _write_comparison(self.config.output_dir, self.rows, run_provenance(self.config, has_data=False))
 
     @override
     def row(self) -> dict[str, Any]:
