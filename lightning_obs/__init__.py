@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lightning_obs.choice.sensitivity import sensitivity
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.forward.linear_attention import linearize_attention
+    from lightning_obs.forward.linear_recurrent import linearize_recurrent
     from lightning_obs.forward.quantized_forward import quantized
     from lightning_obs.gguf.gguf_file import export_gguf
     from lightning_obs.moe.experts import linearize_experts
@@ -54,6 +55,7 @@ _HOME = {
     "export_onnx": "lightning_obs.onnx.onnx_file",
     "export_program": "lightning_obs.program.program_file",
     "linearize_attention": "lightning_obs.forward.linear_attention",
+    "linearize_recurrent": "lightning_obs.forward.linear_recurrent",
     "linearize_experts": "lightning_obs.moe.experts",
     "load_checkpoint": "lightning_obs.checkpoint.load",
     "measure_onnx": "lightning_obs.onnx.measured_file",
@@ -82,6 +84,7 @@ __all__ = [
     "export_program",
     "linearize_attention",
     "linearize_experts",
+    "linearize_recurrent",
     "load_checkpoint",
     "measure_onnx",
     "mixed_precision",

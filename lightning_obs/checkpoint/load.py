@@ -24,6 +24,7 @@ from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
 from lightning_obs.forward.eager import unfuse_for_good
 from lightning_obs.forward.linear_attention import linearize_stored
+from lightning_obs.forward.linear_recurrent import linearize_stored_recurrent
 from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.kinds import from_matrix, unwrapped
 from lightning_obs.model.module_qparams import remember, write_qparams
@@ -71,6 +72,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     with ExitStack() as undo:
         with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:
             undo.callback(linearize_stored(module, reader))
+            undo.callback(linearize_stored_recurrent(module, reader))
             prefix = prefix_in_folder(module, list(reader))
             if prefix:
                 module = module_around(module, prefix)

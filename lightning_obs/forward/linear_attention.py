@@ -23,7 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import refuse
 from lightning_obs.forward.eager import unfuse_for_good
-from lightning_obs.model.kinds import is_dispatched, is_transformers_model
+from lightning_obs.model.kinds import inside_transformers, is_dispatched
 from lightning_obs.model.weight import in_shards
 
 #: the Linears of queries, keys and values, in the order of their rows in ``in_proj_weight``
@@ -235,13 +235,10 @@ def linearize_stored(model: nn.Module, stored_names: Iterable[str]) -> Callable[
 
 def _joined_attention(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
     """The modules that can be linearized, by name."""
-    inside_transformers: set[nn.Module] = set()
-    for module in model.modules():
-        if is_transformers_model(module):
-            inside_transformers.update(module.modules())
+    of_transformers = inside_transformers(model)
     modules = {}
     for name, module in model.named_modules():
-        if type(module) is nn.MultiheadAttention and module not in inside_transformers:
+        if type(module) is nn.MultiheadAttention and module not in of_transformers:
             modules[name] = module
     return modules
 

@@ -35,6 +35,26 @@ from lightning_obs.packages import require_release
 _OLDEST_TRANSFORMERS = "5.17"
 
 
+class LoneWeight(nn.Linear):
+    """A weight ``(R, C)`` as a module, for a layer that passes it to one operation of torch with other tensors.
+
+    The layer calls it without an input, and gets the weight, quantized where the module runs quantized. It has no input
+    or output to quantize.
+    """
+
+    @classmethod
+    def of(cls, weight: nn.Parameter) -> LoneWeight:
+        """The module of a parameter, which stays the same object."""
+        rows, columns = weight.shape
+        module = cls(columns, rows, bias=False, device="meta", dtype=weight.dtype)
+        module.weight = weight
+        return module
+
+    def forward(self) -> torch.Tensor:  # type: ignore[override]
+        """The weight."""
+        return self.weight
+
+
 @dataclass(frozen=True)
 class ModuleKind:
     """How modules of one kind hold their weight, and which dimension of their data holds the channels.
@@ -143,6 +163,15 @@ def is_transformers_model(module: object) -> bool:
     huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` of their own.
     """
     return _is_of_class(module, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def inside_transformers(model: nn.Module) -> set[nn.Module]:
+    """All modules of the transformers models that are in a model."""
+    modules: set[nn.Module] = set()
+    for module in model.modules():
+        if is_transformers_model(module):
+            modules.update(module.modules())
+    return modules
 
 
 def require_transformers(model: object | None = None) -> None:

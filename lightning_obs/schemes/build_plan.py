@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
 from lightning_obs.forward.linear_attention import LinearAttention
 from lightning_obs.model.kinds import (
+    LoneWeight,
     base_of,
     holds_parameters,
     inside_adapted,
@@ -74,6 +75,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]
     ignore += left_out
+    _leave_activations_of_lone_weights(targets)
     config.ignore = ignore
     if may_hold_experts(model):
         check_stacked_experts(model, list(groups_by_target), ignore)
@@ -86,6 +88,21 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     warn_cast_buffers(model)
     warn_left_in_float(model, targets, groups_by_target, ignore)
     return Plan(config, targets, fused, left_out)
+
+
+def _leave_activations_of_lone_weights(targets: list[PlannedModule]) -> None:
+    """Quantize the weight alone of modules that have no input; their schemes target them by name then."""
+    schemes: dict[int, QuantizationScheme] = {}
+    for index, target in enumerate(targets):
+        if not isinstance(target.module, LoneWeight) or target.args.keys() <= {"weight"}:
+            continue
+        scheme = schemes.get(id(target.scheme))
+        if scheme is None:
+            changes: dict[str, object] = {"input_activations": None, "output_activations": None, "targets": []}
+            scheme = target.scheme.model_copy(update=changes)
+            schemes[id(target.scheme)] = scheme
+        scheme.targets.append(target.name)
+        targets[index] = PlannedModule(target.name, target.module, scheme)
 
 
 def _names(targets: Iterable[PlannedModule]) -> list[str]:

@@ -272,6 +272,8 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
 _NAMED = 4
 #: what quantizes the weights of a class after all
 _REMEDIES = {nn.MultiheadAttention.__name__: " (linearize_attention makes it Linears)"}
+for _layer in (nn.LSTM, nn.GRU):
+    _REMEDIES[_layer.__name__] = " (linearize_recurrent lets its weights be quantized)"
 
 
 @at_rest()

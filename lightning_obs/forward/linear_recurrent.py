@@ -1,0 +1,181 @@
+"""The weights of ``nn.LSTM`` and ``nn.GRU`` as modules, which a scheme can target.
+
+torch passes all weights of such a layer to one operation, which computes every step. :func:`linearize_recurrent` gives
+each weight a module of its own (:class:`~lightning_obs.model.kinds.LoneWeight`), which returns the weight, quantized
+where the layer runs quantized. The layer reads them before it calls the same operation. A file stores integers, and the
+products stay in float: they are steps inside the operation, which no module sees. A loop of Linears over the steps
+would show them, and was 2 to 26 times as slow as the operation (``benchmarks/engines/recurrent.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from lightning_obs.errors import refuse
+from lightning_obs.model.kinds import LoneWeight, inside_transformers, is_dispatched
+from lightning_obs.model.weight import in_shards
+
+
+class LinearRecurrent(nn.RNNBase):
+    """A recurrent layer whose weights are modules; :func:`linearize_recurrent` makes it of another class of layers.
+
+    A ``state_dict`` of the layer as it was can be loaded.
+
+    Attributes:
+        kind: the class that the layer had.
+    """
+
+    kind: type[nn.RNNBase]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what ``kind`` does, which documents the arguments, with the weights that the modules return now."""
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self._flat_weights = []  # they may be a part of an autograd graph, which no copy can hold
+
+    def _update_flat_weights(self) -> None:
+        """Read the weights; ``forward`` of torch's class calls this first, and passes ``_flat_weights`` on."""
+        weights = []
+        for name in self._flat_weights_names:
+            weight = getattr(self, name)
+            weights.append(weight() if isinstance(weight, LoneWeight) else weight)
+        self._flat_weights = weights
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.pop("_flat_weight_refs", None)
+        state["_flat_weights"] = []
+        return state
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _without_state, (self.kind,), self.__getstate__()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load tensors; weights of the layer as it was become those of the modules, which are loaded next."""
+        for name in self._flat_weights_names:
+            value = state_dict.pop(prefix + name, None)
+            if value is None:
+                continue
+            is_module = name in self._modules
+            state_dict[f"{prefix}{name}.weight" if is_module else prefix + name] = value
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+#: by class of layers, the class of those whose weights are modules; one for each, so that copies have the same
+_LINEAR_CLASSES: dict[type[nn.RNNBase], type[LinearRecurrent]] = {}
+
+
+def _linear_class(kind: type[nn.RNNBase]) -> type[LinearRecurrent]:
+    """The class of layers of ``kind`` whose weights are modules."""
+    if kind not in _LINEAR_CLASSES:
+        _LINEAR_CLASSES[kind] = type(f"Linear{kind.__name__}", (LinearRecurrent, kind), {"kind": kind})
+    return _LINEAR_CLASSES[kind]
+
+
+def _without_state(kind: type[nn.RNNBase]) -> LinearRecurrent:
+    """A layer as pickle makes it, before it sets its state."""
+    linear_class = _linear_class(kind)
+    return linear_class.__new__(linear_class)
+
+
+def linearize_recurrent(model: nn.Module) -> list[str]:
+    """Give every weight of ``nn.LSTM`` and ``nn.GRU`` a module of its own, so that it can be quantized.
+
+    Outputs stay the same bit for bit, and the operation that computes them as well. The weights are targets like those
+    of Linears, under their names (``lstm.weight_ih_l0``); biases stay in float, and so do the inputs and products,
+    whatever the scheme says of activations. A ``state_dict`` has ``weight_ih_l0.weight`` in place of ``weight_ih_l0``;
+    one from before can be loaded. Each layer stays the object that it was, with its hooks. Call it before you make
+    optimizers. Subclasses that read ``weight_ih_l0`` themselves cannot be changed; layers inside transformers models
+    are left as they are.
+
+    Args:
+        model: changed in place.
+
+    Returns:
+        Names of the layers that were changed.
+
+    Raises:
+        CalibrationError: weights are sharded, offloaded or parametrized. Nothing is changed then.
+
+    Examples:
+        >>> model = nn.ModuleDict({"lstm": nn.LSTM(8, 16), "head": nn.Linear(16, 1)})
+        >>> linearize_recurrent(model)
+        ['lstm']
+        >>> model["lstm"].weight_hh_l0
+        LoneWeight(in_features=16, out_features=64, bias=False)
+    """
+    layers = _plain_layers(model)
+    refuse(
+        [name for name, layer in layers.items() if _has_other_parameters(layer)],
+        "the weights of a recurrent layer are sharded, offloaded or parametrized, and cannot be taken apart",
+        expected="plain parameters",
+        remedy="call linearize_recurrent when the model is built, before it is distributed.",
+    )
+    for layer in layers.values():
+        _split(layer)
+    return list(layers)
+
+
+def linearize_stored_recurrent(model: nn.Module, stored_names: Iterable[str]) -> Callable[[], None]:
+    """Linearize the recurrent layers of a model as they are in a checkpoint; called by ``load_checkpoint``.
+
+    Args:
+        model: freshly built.
+        stored_names: of the tensors in the checkpoint.
+
+    Returns:
+        A function that undoes it.
+    """
+    names = [f".{stored_name}" for stored_name in stored_names]  # they may begin with a module around this one
+    layers = []
+    for name, layer in _plain_layers(model).items():
+        part = f".{name}.weight_ih_l0." if name else ".weight_ih_l0."
+        if any(part in stored_name for stored_name in names):
+            layers.append(layer)
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(_split(layer))
+        return stack.pop_all().close
+
+
+def _plain_layers(model: nn.Module) -> dict[str, nn.RNNBase]:
+    """The layers that can be linearized, by name."""
+    of_transformers = inside_transformers(model)
+    layers = {}
+    for name, module in model.named_modules():
+        is_plain = isinstance(module, (nn.LSTM, nn.GRU)) and not isinstance(module, LinearRecurrent)
+        if is_plain and module not in of_transformers:
+            layers[name] = module
+    return layers
+
+
+def _has_other_parameters(layer: nn.RNNBase) -> bool:
+    """Whether parameters are sharded, offloaded or computed from others."""
+    return in_shards(layer) or is_dispatched(layer) or is_parametrized(layer)
+
+
+def _split(layer: nn.RNNBase) -> Callable[[], None]:
+    """Make a :class:`LinearRecurrent` of a layer; returns a function that undoes it."""
+    attributes = vars(layer)
+    before = {name: dict(attributes[name]) for name in ("_parameters", "_modules")}
+    kind = type(layer)
+    for name in layer._flat_weights_names:
+        if name.startswith("weight_"):
+            weight = layer._parameters.pop(name)
+            assert weight is not None
+            layer.add_module(name, LoneWeight.of(weight).train(layer.training))
+    layer.__class__ = _linear_class(kind)
+    layer._flat_weights = []
+
+    def undo() -> None:
+        layer.__class__ = kind
+        attributes.update(before)
+        layer._init_flat_weights()
+
+    return undo
