@@ -14,7 +14,7 @@ from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.typed_words import refuse_unread
 
 ROOT = Path(__file__).parents[2]
-#: docs/command_line.md shows it
+#: docs/guide/command_line.md shows it
 ON_RANKS = "python -m lightning_obs trainer.devices=2 trainer.strategy=ddp"
 
 

@@ -1,4 +1,4 @@
-"""The page about fine-tuning: its Python runs as it is written."""
+"""The guides "Fine-tune through the quantization" and "LoRA": their Python runs as it is written."""
 
 import lightning as L
 import pytest
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from tests.callbacks.qat_modules import Language, language_data
 from tests.support.markdown import blocks, page
 
-EXAMPLES = blocks(page("docs/finetuning.md"), "python")
+EXAMPLES = blocks(page("docs/guide/finetune.md") + page("docs/guide/lora.md"), "python")
 
 
 class Texts(L.LightningDataModule):
@@ -42,7 +42,9 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        exec(compile(code, "docs/finetuning.md", "exec"), known)
+        if "get_peft_model" in code:
+            known["module"] = language_model()
+        exec(compile(code, "docs/guide/finetune.md", "exec"), known)
         if "export" not in code:  # a callback alone
             known["module"] = language_model(torch.bfloat16 if '"NVFP4"' in code else torch.float32)
             run = L.Trainer(callbacks=[known["callback"]], max_steps=20, logger=False, enable_checkpointing=False)

@@ -26,6 +26,8 @@ LONGEST = 900
 #: guides whose code another test runs
 PYTHON_ELSEWHERE = {
     "start": "test_tutorial",
+    "finetune": "test_finetuning",
+    "lora": "test_finetuning",
     "further": "test_tutorial",
     "further_runs": "test_tutorial",
     "images": "test_images",
@@ -50,6 +52,8 @@ COMMANDS_ELSEWHERE = {
     "offloaded": "tests/app/test_offloaded.py",
     "new_observer": "test_docs",
     "your_run": "test_your_run",
+    "command_line": "test_readme",
+    "where_it_runs": "test_readme",
     "other_models": "tests/app/test_other_models.py",
     "larger_than_memory": "tests/app: test_weights, test_layerwise, test_vision_language",
 }
@@ -99,7 +103,7 @@ def test_a_page_of_evidence_has_its_claim_command_date_and_limits(claim):
     for part in ("**Claim.**", "**Command", "**Versions and date.**", "**Not measured.**"):
         assert part in text, part
     assert re.search(r"\b202\d-\d\d-\d\d\b", text)
-    assert re.search(r"`(?:[.]venv[\w-]*/bin/)?(?:python|make) |^(?:python|make) ", text, flags=re.MULTILINE)
+    assert re.search(r"`(?:[.]venv[\w-]*/bin/)?(?:python|make) |^ *(?:python|make) ", text, flags=re.MULTILINE)
 
 
 def test_the_names_of_pages_in_the_menu_are_their_titles():
@@ -137,6 +141,10 @@ def _calibrated(_):
     return {"calibration": calibration, "batch": torch.randn(4, 8)}
 
 
+def _network(_):
+    return {"module": Plain(), "loader": loader(), "example": torch.randn(2, 8)}
+
+
 def _fabric(_):
     fabric = Fabric(accelerator="cpu", devices=1)
     data = DataLoader([torch.randn(4, 16) for _ in range(2)], batch_size=None)
@@ -152,6 +160,8 @@ PYTHON_HERE = {
     "language_model": _language_model,
     "larger_than_memory": _language_model,
     "observers": _language_model,
+    "onnx": _network,
+    "program": _network,
     "quantized_metric": _language_model,
     "several_devices": _fabric,
 }
@@ -193,7 +203,14 @@ def test_the_command_of_a_guide_runs(guide, command, tiny, mixture, tmp_path):
             assert done.returncode == 0, done.stderr
     if "export.base=model-f16.gguf" in command:
         write_base(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "model-f16.gguf", torch.float16)
-    places = {"<folder>": str(folder), "<texts>": str(text), "<report.json>": str(tmp_path / "before" / "report.json")}
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text("\n\n".join(f"other words {i} " * 30 for i in range(32)))
+    places = {
+        "<folder>": str(folder),
+        "<texts>": str(text),
+        "<held_out>": str(held_out),
+        "<report.json>": str(tmp_path / "before" / "report.json"),
+    }
     for place, path in places.items():
         command = command.replace(place, path)
     words = shlex.split(command)

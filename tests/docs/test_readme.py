@@ -1,4 +1,4 @@
-"""Every command in the README, in docs/command_line.md and docs/where_it_runs.md runs, on a tiny model."""
+"""Every command in the README and in the guides "The command line" and "Where will it run?" runs, on a tiny model."""
 
 import re
 import shlex
@@ -18,7 +18,7 @@ from tests.support.tiny_model import save_tiny_llama
 README = page("README.md")
 DOCS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 COMMANDS = commands(README)
-PAGES = (page("docs/command_line.md"), page("docs/where_it_runs.md"))
+PAGES = (page("docs/guide/command_line.md"), page("docs/guide/where_it_runs.md"))
 APPLICATION = [c for c in (*COMMANDS, *(c for text in PAGES for c in commands(text))) if not c.startswith("make")]
 APPLICATION.remove(ON_RANKS)  # tests/app/test_cli.py runs it
 
@@ -84,6 +84,16 @@ def test_what_a_command_printed_stands_behind_it():
     """A paragraph that names a benchmark and ends in a colon is followed by what it printed."""
     command = r"`(?:python benchmarks/\w+/\w+[.]py[^`]*|make (?:parity|demo|engines))`[^`]*?:\n\s*(.)"
     promised = [first for page in (README, *(path.read_text() for path in DOCS)) for first in re.findall(command, page)]
-    assert len(re.findall(command, README)) >= 3
-    assert len(promised) > 6
+    assert len(promised) > 9
     assert set(promised) <= {"|", "`"}
+
+
+def test_each_number_of_the_readme_stands_beside_its_command_and_its_page():
+    numbers = README.partition("## Numbers")[2].partition("\n## ")[0]
+    rows = [row.split("|") for row in numbers.splitlines() if row.startswith("|")][2:]
+    assert 0 < len(rows) <= 5
+    for _, what, measured, command, _ in rows:
+        assert re.search(r"\d", measured)
+        (page_of_evidence,) = re.findall(r"\]\((docs/evidence/\w+[.]md)\)", what)
+        named = re.search(r"`(?:python (benchmarks/\S+)[^`]*|make \w+)`", command)
+        assert (named[1] or named[0].strip("`")).removesuffix(" ") in page(page_of_evidence)

@@ -170,7 +170,7 @@ def test_every_convolution_sum_and_product_is_computed_with_integers(tmp_path, i
     assert not {"Conv", "FusedConv", "Add", "Gemm", "MatMul", "BatchNormalization"} & operations.keys()
     with quantized(model), torch.no_grad():
         expected = model(x)
-    # onnxruntime rounds the biases of convolutions to integers (docs/onnx.md)
+    # onnxruntime rounds the biases of convolutions to integers (docs/reference/onnx.md)
     torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(model.head.output_scale))
 
 
