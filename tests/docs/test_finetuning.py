@@ -36,6 +36,7 @@ def language_model(dtype=torch.float32):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")
 @pytest.mark.filterwarnings("ignore:NVFP4. no scale has changed")  # in a few steps
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft asks for it
 def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
     known = {"module": language_model(), "datamodule": Texts()}
     for number, code in enumerate(EXAMPLES):
