@@ -35,6 +35,7 @@ from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zer
 from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
+from lightning_obs.schemes.config import FOLLOWERS
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes, shares_in_float
 
 #: fields of args in which two tensors must agree so that one can have the qparams of the other
@@ -159,7 +160,8 @@ class _Finalization:
                 readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
                 readers.followed.update(_without_outputs(observation, readers))
                 observation.drop_outputs(readers.followed)
-                begin_at_zero = readers.begin_at_zero
+                if FOLLOWERS in observation.plan.config.config_groups:  # a scheme for engines that fold a ReLU
+                    begin_at_zero = readers.begin_at_zero
             _bring_to_host(observation.data_observers)
             self.stand_ins = _stand_ins(observation)
             without_ranges = set(observation.unreached) - self.stand_ins.keys()

@@ -333,8 +333,8 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
 def shares_text(shares: Mapping[str, float]) -> str:
     """The shares for a person to read: the largest ones, and the sum of the others.
 
-    >>> shares_text({"LSTM": 0.34, "LayerNorm": 0.012, "ViT": 0.002, "PReLU": 0.001}), shares_text({})
-    ('LSTM 34 %, LayerNorm 1 %, others <1 %', 'none')
+    >>> shares_text({"Embedding": 0.34, "LayerNorm": 0.012, "ViT": 0.002, "PReLU": 0.001}), shares_text({})
+    ('Embedding 34 %, LayerNorm 1 %, others <1 %', 'none')
     >>> shares_text({"MultiheadAttention": 0.34})
     'MultiheadAttention 34 % (linearize_attention makes it Linears)'
     """

@@ -33,7 +33,7 @@ ROWS = [
     ("observr=minmax", "unknown key observr (did you mean `observer`?)"),
     ("data.batch=3", "unknown key data.batch (did you mean `batches`?)"),
     ("model.pth=x", "unknown key model.pth (did you mean `path`?)"),
-    ("export.dir=out", "Keys of export: backend, base, dynamic, engines, file, folder"),
+    ("export.dir=out", "Keys of export: _target_, backend, base, dynamic, engines, file, folder"),
     ("tokens=128", "unknown key tokens (did you mean `data.tokens`?)"),
     (
         "observer.averaging_constant=0.05",

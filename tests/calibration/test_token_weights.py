@@ -281,7 +281,7 @@ def test_a_rounding_knows_outputs_of_weighed_tokens_and_of_no_vocabulary(monkeyp
         session = CalibrationSession(Reader(), {"weights": {"num_bits": 8}}, observers=observers, rounding="gptq")
         return [name for name, kind in session.data_observers if kind == GRADIENTS]
 
-    monkeypatch.setattr("lightning_obs.calibration.observation._MOST_OUTPUTS", 5)
+    monkeypatch.setattr("lightning_obs.calibration.observation.MOST_OUTPUTS", 5)
     assert gathered(WEIGHED) == ["head"]
     assert gathered({"weight": "hessian"}) == []
 

@@ -282,7 +282,7 @@ class InParts(Plain):
 def test_a_module_without_an_example_is_refused_by_the_sanity_check(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(InParts, "trained", 0)
     callback = kind("INT8_STATIC", module="", export_to=tmp_path / "m.onnx")
-    with pytest.raises(CalibrationError, match=r'no validation batch has called InParts.*"m.onnx": \{"example"'):
+    with pytest.raises(CalibrationError, match=r'no validation batch has called InParts.*"model.onnx": \{"example"'):
         trainer(callback, max_epochs=1).fit(InParts(), loader(), loader(2))
     assert InParts.trained == 0
     assert names_in(tmp_path) == []
