@@ -34,7 +34,7 @@ def test_the_command_of_the_page_writes_the_tensors_of_an_export_from_memory(tin
     )
     assert f"wrote {tmp_path / 'out'}" in done.stdout
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype="auto")
-    with CalibrationSession(model, W4A16_32, ignore=["lm_head"]):
+    with CalibrationSession(model, W4A16_32, ignore=["lm_head"], recipe="fast"):
         pass
     expected = load_file(export_checkpoint(model, tmp_path / "memory") / "model.safetensors")
     found = load_file(tmp_path / "out" / "model.safetensors")
