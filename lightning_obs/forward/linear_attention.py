@@ -12,9 +12,9 @@ The price is the fused operation of ``nn.TransformerEncoderLayer`` in evaluation
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from lightning_obs.errors import refuse
 from lightning_obs.forward.eager import unfuse_for_good
 from lightning_obs.model.kinds import inside_transformers, is_dispatched
 from lightning_obs.model.weight import in_shards
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 #: the Linears of queries, keys and values, in the order of their rows in ``in_proj_weight``
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -221,15 +223,32 @@ def linearize_stored(model: nn.Module, stored_names: Iterable[str]) -> Callable[
     Returns:
         A function that undoes it.
     """
+    return split_as_stored(_joined_attention(model), "q_proj", stored_names, _split)
+
+
+def split_as_stored(
+    modules: Mapping[str, _Module],
+    part_name: str,
+    stored_names: Iterable[str],
+    split: Callable[[_Module], Callable[[], None]],
+) -> Callable[[], None]:
+    """Split those modules into parts whose parts are in a checkpoint.
+
+    Args:
+        modules: that can be split, by name.
+        part_name: of a part that each of them then has.
+        stored_names: of the tensors in the checkpoint.
+        split: splits a module, and returns a function that undoes it.
+
+    Returns:
+        A function that undoes all.
+    """
     names = [f".{stored_name}" for stored_name in stored_names]  # they may begin with a module around this one
-    modules = []
-    for name, module in _joined_attention(model).items():
-        part = f".{name}.q_proj." if name else ".q_proj."
-        if any(part in stored_name for stored_name in names):
-            modules.append(module)
     with ExitStack() as stack:
-        for module in modules:
-            stack.callback(_split(module))
+        for name, module in modules.items():
+            part = f".{name}.{part_name}." if name else f".{part_name}."
+            if any(part in stored_name for stored_name in names):
+                stack.callback(split(module))
         return stack.pop_all().close
 
 

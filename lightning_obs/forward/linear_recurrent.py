@@ -10,13 +10,13 @@ would show them, and was 2 to 26 times as slow as the operation (``benchmarks/en
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from lightning_obs.errors import refuse
+from lightning_obs.forward.linear_attention import split_as_stored
 from lightning_obs.model.kinds import LoneWeight, inside_transformers, is_dispatched
 from lightning_obs.model.weight import in_shards
 
@@ -132,16 +132,7 @@ def linearize_stored_recurrent(model: nn.Module, stored_names: Iterable[str]) ->
     Returns:
         A function that undoes it.
     """
-    names = [f".{stored_name}" for stored_name in stored_names]  # they may begin with a module around this one
-    layers = []
-    for name, layer in _plain_layers(model).items():
-        part = f".{name}.weight_ih_l0." if name else ".weight_ih_l0."
-        if any(part in stored_name for stored_name in names):
-            layers.append(layer)
-    with ExitStack() as stack:
-        for layer in layers:
-            stack.callback(_split(layer))
-        return stack.pop_all().close
+    return split_as_stored(_plain_layers(model), "weight_ih_l0", stored_names, _split)
 
 
 def _plain_layers(model: nn.Module) -> dict[str, nn.RNNBase]:
