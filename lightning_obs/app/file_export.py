@@ -19,7 +19,7 @@ from lightning_obs.app.console import step
 from lightning_obs.app.from_config import plain
 from lightning_obs.app.job import Job
 from lightning_obs.callbacks.destinations import Destination, GgufFile, OnnxFile
-from lightning_obs.callbacks.first_call import label_names
+from lightning_obs.callbacks.observed_batches import label_names
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.onnx.measured_file import measure_onnx

@@ -155,7 +155,9 @@ class CalibrationCallback(SessionCallback):
             options["observers"], candidates = split_candidates(options["observers"])
         require_bool(show=show)
         export_at_end = make_export_at_end(export_to, export_overwrite)
-        calibration_options = export_at_end.options_for(CalibrationOptions.of(scheme, **options))
+        calibration_options = CalibrationOptions.of(scheme, **options)
+        if export_at_end is not None:
+            calibration_options = export_at_end.options_for(calibration_options)
         trainer_session = TrainerSession(module)
         self.batches = ObservedBatches(token_mask, max_batches, dataloaders)
         evaluates = evaluate != 0  # False is 0
@@ -176,8 +178,6 @@ class CalibrationCallback(SessionCallback):
             trainer_session,
             calibration_options.label,
             log,
-            export_at_end.folder,
-            files=export_at_end.files,
             quantized_metrics=self.quantized_metrics,
             auto=self.auto,
             is_masked=token_mask is not None,
@@ -289,7 +289,8 @@ class CalibrationCallback(SessionCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing on the model; keep the metrics that were logged; refuse a file that has no example."""
         self.results.keep_metrics(trainer)
-        self.export_at_end.require_example(trainer, self.results)
+        if self.export_at_end is not None:
+            self.export_at_end.require_example(trainer, self.results)
         self.schedule.warn_of_uncalled(trainer)
         stop_all(self.parts_of_run)
 

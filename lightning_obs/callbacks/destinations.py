@@ -206,8 +206,6 @@ def destinations_of(export_to: ExportTo, overwrite: bool) -> list[Destination]:
 
 def _options_by_path(export_to: Any) -> dict[Any, Any]:
     """The paths of ``export_to``, each with its options or None."""
-    if export_to is None:
-        return {}
     options_by_path: dict[Any, Any] = {}
     if isinstance(export_to, Mapping):
         options_by_path.update(export_to)

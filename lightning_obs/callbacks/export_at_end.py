@@ -29,7 +29,7 @@ class ExportAtEnd:
     """Writes a callback's ``export_to`` at the end of its runs.
 
     Args:
-        destinations: to write; there may be none. What this object has written itself is always replaced later.
+        destinations: to write, at least one. What this object has written itself is always replaced later.
     """
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
@@ -54,7 +54,7 @@ class ExportAtEnd:
         Args:
             options: as the user has set them; engines that are named are asked.
         """
-        if self.destinations and self.folder is None and not options.engines:
+        if self.folder is None and not options.engines:
             return CalibrationOptions.of(options, engines="unchecked")
         return options
 
@@ -65,7 +65,7 @@ class ExportAtEnd:
             CalibrationError: a path is taken, a package is missing, this fit does not validate, or it changes the
                 weights that a destination is written beside.
         """
-        if self.destinations and trainer.fast_dev_run:
+        if trainer.fast_dev_run:
             rank_zero_info(f"fast_dev_run: {name_list(self._paths)} is not written")
         if not self._writes(trainer):
             return
@@ -148,4 +148,4 @@ class ExportAtEnd:
     def _writes(self, trainer: Trainer) -> bool:
         """Whether the Trainer's present run writes its destinations."""
         is_exported = trainer.state.fn in (TrainerFn.FITTING, TrainerFn.VALIDATING)
-        return bool(self.destinations) and is_exported and not trainer.fast_dev_run
+        return is_exported and not trainer.fast_dev_run

@@ -1,4 +1,8 @@
-"""Choose the validations that calibrate, the batches of them that are observed, and the tokens of these that count.
+"""What a calibration takes from the batches of validations.
+
+:class:`ValidationSchedule` chooses the validations that calibrate, :class:`ObservedBatches` the batches of them that
+are observed and the tokens of these that count. :class:`FirstCall` keeps the arguments with which a batch called the
+model, so that an ONNX file or a program can be traced later without an example.
 
 On an accelerator a token mask would have to be copied back to the host, which waits for all queued work. So batches are
 kept as the loaders made them, on the host, from when Lightning fetches them until they run.
@@ -6,12 +10,15 @@ kept as the loaders made them, on the host, from when Lightning fetches them unt
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
@@ -19,12 +26,16 @@ from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.sanity_check import SanityWatch
 from lightning_obs.callbacks.strategies import repeated_in_batch, repeated_samples
 from lightning_obs.errors import CalibrationError, require_at_least, require_bool, require_kind, warn
+from lightning_obs.model.kinds import is_transformers_model
+from lightning_obs.model.mark import keep_hook_out
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loops.fetchers import _DataFetcher
 
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+#: samples that are kept of the first call: torch.export fixes a size of 1, so a size that may vary is traced with two
+_SAMPLES = 2
 
 
 class ValidationSchedule:
@@ -114,7 +125,7 @@ class ObservedBatches:
             _warn_of_repeated_samples(trainer, loaders)
         session.attach(count_calls=False)
         self._on_host = {}
-        if class_of(_fetcher(trainer), "_PrefetchDataFetcher") and _transfers_only(trainer):
+        if _transfers_only(trainer) and class_of(_fetcher(trainer), "_PrefetchDataFetcher"):
             _show_fetched(trainer, self._keep_on_host)
 
     def begin_batch(
@@ -230,10 +241,130 @@ def _show_fetched(trainer: Trainer, see: Callable[[Any, int, int], None]) -> Non
 
 def _transfers_only(trainer: Trainer) -> bool:
     """Whether Lightning moves batches to an accelerator, and no hook of the user changes them on the way."""
+    if trainer.strategy.root_device.type == "cpu":
+        return False
     for owner in (trainer.lightning_module, trainer.datamodule):
         lightning_class = class_of(owner, "LightningModule", "LightningDataModule")
         if lightning_class is None:
             continue
         if any(is_overridden(hook, owner, lightning_class) for hook in _TRANSFER_HOOKS):
             return False
-    return bool(trainer.strategy.root_device.type != "cpu")
+    return True
+
+
+# ---------------------------------------------------------------------- an example of the model's inputs
+
+
+class FirstCall:
+    """The arguments of the first observed call of a session's model: positional ones, and those by name."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None  # whose call it is
+        self._call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+        self._stop_watching: Callable[[], None] | None = None  # None: no call is waited for
+
+    def watch(self, session: CalibrationSession | None) -> None:
+        """Keep the next call of the session's model, unless there is one; called before each validation batch."""
+        if session is None or session.observation.calls.is_paused:
+            return
+        if self._model is session.model and (self._call is not None or self._stop_watching is not None):
+            return
+        self.stop()
+        self._call = None
+        self._model = session.model
+        handle = session.model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        self._stop_watching = keep_hook_out(session.model, handle)
+
+    def stop(self) -> None:
+        """Wait for no call any more. Can be called at any time, any number of times."""
+        if self._stop_watching is not None:
+            self._stop_watching()
+        self._stop_watching = None
+
+    def require(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the call that was kept.
+
+        Args:
+            model: of the session.
+
+        Raises:
+            CalibrationError: no call was seen.
+        """
+        if self._call is None or self._model is not model:
+            raise CalibrationError(
+                f"no validation batch has called {type(model).__name__}, so there is no example to trace it with",
+                remedy="give one: export_onnx(file, example), export_program(file, example), or "
+                'export_to={"model.onnx": {"example": example}}.',
+            )
+        return self._call
+
+    def example(self, model: nn.Module, *, is_dynamic: bool) -> tuple[Any, ...] | dict[str, Any]:
+        """The example for a writer: positional arguments alone, or else all arguments by name.
+
+        Arguments of a transformers model that are labels are left out.
+
+        Args:
+            model: of the session; the example is put on its device.
+            is_dynamic: whether sizes may vary in the file. Then there are two samples, else one.
+
+        Raises:
+            CalibrationError: no call was seen.
+        """
+        args, kwargs = call = self.require(model)
+        if not is_dynamic:
+            args, kwargs = _first_samples(call, 1)
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+        if not kwargs:
+            return tuple(args)
+        by_name = inspect.signature(model.forward).bind(*args, **kwargs)
+        labels = label_names(model)
+        example = {}
+        for name, value in _flat(by_name).items():
+            if name not in labels:
+                example[name] = value
+        return example
+
+    @torch.no_grad()
+    def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The hook of the model: keep copies of the first samples of a call."""
+        self.stop()
+        with torch.inference_mode(False):
+            samples = _first_samples((args, kwargs), _SAMPLES)
+            self._call = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), samples)
+
+
+def _first_samples(call: Any, count: int) -> Any:
+    """The first samples of a call's tensors; the tensors whole, unless all have the same size in their first dimension.
+
+    Args:
+        call: tensors in tuples, lists and dicts, beside other values.
+        count: of samples.
+    """
+    sizes = set()
+    for value in pytree.tree_leaves(call):
+        if isinstance(value, torch.Tensor):
+            sizes.add(value.shape[0] if value.ndim else None)
+    if len(sizes) != 1 or None in sizes:
+        return call
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:count], call)
+
+
+def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """All arguments by name, those that the signature gathers in ``**kwargs`` too."""
+    arguments: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            arguments.update(value)
+        else:
+            arguments[name] = value
+    return arguments
+
+
+def label_names(model: nn.Module) -> list[str]:
+    """The arguments of a transformers model's forward from which it computes a loss."""
+    if not is_transformers_model(model):
+        return []
+    from transformers.utils import find_labels
+
+    return list(find_labels(type(model)))

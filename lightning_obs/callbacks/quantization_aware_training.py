@@ -164,7 +164,9 @@ class QuantizationAwareTraining(SessionCallback):
     ) -> None:
         refuse_unknown(options, CalibrationOptions.names(type(self)))
         export_at_end = make_export_at_end(export_to, export_overwrite)
-        calibration_options = export_at_end.options_for(CalibrationOptions.of(scheme, **options))
+        calibration_options = CalibrationOptions.of(scheme, **options)
+        if export_at_end is not None:
+            calibration_options = export_at_end.options_for(calibration_options)
         self.quantized_fit = QuantizedFit(
             train, quantize, observe, calibration_batches, start_epoch, start_step, freeze_after, sanity_check
         )
@@ -185,8 +187,6 @@ class QuantizationAwareTraining(SessionCallback):
             trainer_session,
             calibration_options.label,
             log,
-            export_at_end.folder,
-            files=export_at_end.files,
             require_exportable=self.quantized_fit.require_ranges,
         )
         super().__init__(
@@ -312,7 +312,8 @@ class QuantizationAwareTraining(SessionCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the metrics that were logged; refuse a file that has no example; go on to training, or leave nothing."""
         self.results.keep_metrics(trainer)
-        self.export_at_end.require_example(trainer, self.results)
+        if self.export_at_end is not None:
+            self.export_at_end.require_example(trainer, self.results)
         if trainer.state.fn == TrainerFn.FITTING:
             self.quantized_fit.end_validation(trainer)
         else:

@@ -13,8 +13,8 @@ from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers
 from lightning_obs.callbacks.deep_copies import DeepCopies
-from lightning_obs.callbacks.first_call import FirstCall
 from lightning_obs.callbacks.logged_results import log_layers, log_number
+from lightning_obs.callbacks.observed_batches import FirstCall
 from lightning_obs.callbacks.possible_steps import can_choose_observers, takes_options
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
 from lightning_obs.callbacks.quantized_validation import quantized_name
@@ -49,8 +49,6 @@ class Results:
         trainer_session: holds the session.
         label: of the scheme; the report's title.
         log: whether the Trainer's loggers get the results; None: if there are loggers.
-        checkpoint_folder: of the checkpoint that is written at the end of a run; None: none is.
-        files: of other formats that are written then.
         quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
         is_masked: whether batches have a token mask.
@@ -66,9 +64,7 @@ class Results:
         trainer_session: TrainerSession,
         label: str,
         log: bool | None,
-        checkpoint_folder: Path | None,
         *,
-        files: Sequence[Path] = (),
         quantized_metrics: QuantizedMetrics | None = None,
         auto: AutoObservers | None = None,
         is_masked: bool = False,
@@ -80,12 +76,12 @@ class Results:
         #: begins the names of logged numbers; with a scheme in it where a Trainer has several callbacks
         self.log_prefix = "quant"
         self.drift = ScaleDrift()  # of the scales, calibration by calibration
+        self.checkpoint_folder: Path | None = None  # of the checkpoint that is written when a run ends
+        self.files: Sequence[Path] = ()  # of other formats that are written then
         self.was_trained = False  # whether a fit has trained the model through the quantization
         self.first_call = FirstCall()  # an example for files that are traced
         self._label = label
         self._log = log
-        self._checkpoint_folder = checkpoint_folder
-        self._files = files
         self._quantized_metrics = quantized_metrics
         self._auto = auto
         self._is_masked = is_masked
@@ -266,8 +262,8 @@ class Results:
             return source.facts(**facts)
         gathered = known_facts(self.trainer_session.require_calibrated())
         gathered["title"] = self._label
-        gathered["checkpoint"] = self._checkpoint_folder
-        gathered["files"] = self._files
+        gathered["checkpoint"] = self.checkpoint_folder
+        gathered["files"] = self.files
         gathered["drift"] = self.drift
         gathered["curves"] = self.curves
         gathered["metrics"] = self.metrics

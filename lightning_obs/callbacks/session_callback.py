@@ -49,7 +49,7 @@ class SessionCallback(Callback):
         label: of the scheme; also a part of the key of this callback's state in checkpoints.
         trainer_session: makes and keeps the session.
         results: exports, reports, logs, and keeps what validations have logged.
-        export_at_end: writes the destinations of ``export_to``.
+        export_at_end: writes the destinations of ``export_to``; None: there are none.
         parts_of_run: leave nothing behind when a run ends, however it ends.
     """
 
@@ -62,7 +62,7 @@ class SessionCallback(Callback):
         options: CalibrationOptions,
         trainer_session: TrainerSession,
         results: Results,
-        export_at_end: ExportAtEnd,
+        export_at_end: ExportAtEnd | None,
         parts_of_run: Sequence[PartOfRun],
     ) -> None:
         self.options = options
@@ -71,6 +71,9 @@ class SessionCallback(Callback):
         self.trainer_session = trainer_session
         self.results = results
         self.export_at_end = export_at_end
+        if export_at_end is not None:
+            results.checkpoint_folder = export_at_end.folder
+            results.files = export_at_end.files
         self.parts_of_run: list[PartOfRun] = [trainer_session, results.first_call, *parts_of_run]
 
     # ------------------------------------------------------------------ results
@@ -235,7 +238,8 @@ class SessionCallback(Callback):
         if session is not earlier_session:
             self.results.register()
             rank_zero_info(f"{self.label}: {describe(pl_module, self.trainer_session.module_path, session)}")
-        self.export_at_end.require_writable(trainer, session)
+        if self.export_at_end is not None:
+            self.export_at_end.require_writable(trainer, session)
         return session
 
     @override
@@ -248,7 +252,8 @@ class SessionCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse an ``export_to`` that cannot be written in the end; keep an offloaded model where it is."""
-        self.export_at_end.require_possible(trainer)
+        if self.export_at_end is not None:
+            self.export_at_end.require_possible(trainer)
         leave_in_place(trainer, pl_module)
         has_company = sum(isinstance(callback, SessionCallback) for callback in trainer.callbacks) > 1
         self.results.log_prefix = f"quant/{self.label}" if has_company else "quant"
@@ -271,19 +276,22 @@ class SessionCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing behind; write the destinations of ``export_to``."""
         stop_all(self.parts_of_run)
-        self.export_at_end.write(trainer, self.results)
+        if self.export_at_end is not None:
+            self.export_at_end.write(trainer, self.results)
 
 
-def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd:
-    """Make the part that writes a callback's ``export_to``.
+def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd | None:
+    """Make the part that writes a callback's ``export_to``; None without one.
 
     Raises:
         CalibrationError: a wrong argument, or ``overwrite`` without a destination.
     """
     require_bool(export_overwrite=overwrite)
-    if overwrite and export_to is None:
+    if export_to is not None:
+        return ExportAtEnd(destinations_of(export_to, overwrite))
+    if overwrite:
         raise CalibrationError("export_overwrite without export_to", remedy="say what is written.")
-    return ExportAtEnd(destinations_of(export_to, overwrite))
+    return None
 
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
