@@ -1,162 +1,18 @@
 """Whole calibrations on the pretend device: the CPU's bits, no mixed device, and what each may ask of the device."""
 
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from types import MappingProxyType
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from accelerate import dispatch_model
 
 from lightning_obs import CalibrationSession, quantized
-from tests.accelerator.common import Budget, assert_same_bits, llama, mixture, token_batches
-from tests.support.moe_models import W4A16_32
+from tests.accelerator.budgets import CALIBRATIONS, Calibration
+from tests.accelerator.common import assert_same_bits, llama, mixture, token_batches
 from tests.support.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_device
 
-INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
-BLOCKS = {"weights": {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 16]}}
-NOTHING = Budget(0, 0, 0)
 
-
-class Path(NamedTuple):
-    """A calibration, and the most that a batch, the end, and a quantized forward ask for (moved: megabytes)."""
-
-    scheme: Any
-    batch: Budget
-    finalize: Budget
-    quantized: Budget
-    options: Mapping[str, Any] = MappingProxyType({})
-    model: Callable[[], torch.nn.Module] = llama
-
-
-def inputs(observer):
-    return {"observers": {"input": observer}}
-
-
-def weights(observer, **more):
-    return {"observers": {"weight": observer}, **more}
-
-
-#: 14 modules (mixture: 24), two sequences of 32 tokens a batch
-PATHS = {
-    "FP8": Path("FP8", Budget(36, 0.17, 0), Budget(459, 11.77, 5), Budget(239, 19.96, 1)),
-    "FP8, kv cache": Path(
-        "FP8", Budget(48, 0.21, 0), Budget(471, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8"}
-    ),
-    "FP8, kv cache per head": Path(
-        "FP8", Budget(52, 0.24, 0), Budget(471, 11.77, 5), Budget(259, 20.25, 1), {"kv_cache": "FP8_HEAD"}
-    ),
-    "INT8_STATIC": Path("INT8_STATIC", Budget(36, 0.17, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1)),
-    "minmax": Path("INT8_STATIC", Budget(156, 0.34, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("minmax")),
-    "mse": Path("INT8_STATIC", Budget(404, 0.55, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("mse")),
-    "histogram": Path(
-        "INT8_STATIC", Budget(66, 34.94, 0), Budget(487, 27.29, 5), Budget(211, 19.11, 1), inputs("histogram")
-    ),
-    "entropy": Path(
-        "INT8_STATIC",
-        Budget(66, 34.94, 0),
-        Budget(487, 27.29, 5),
-        Budget(211, 19.11, 1),
-        inputs({"name": "histogram", "criterion": "entropy"}),
-    ),
-    "percentile": Path(
-        "INT8_STATIC", Budget(66, 34.94, 0), Budget(487, 27.29, 5), Budget(211, 19.11, 1), inputs("percentile")
-    ),
-    "normal_observer": Path(
-        "INT8_STATIC", Budget(94, 0.34, 0), Budget(487, 12.61, 5), Budget(211, 19.11, 1), inputs("normal_observer")
-    ),
-    "token mask": Path(
-        "INT8_STATIC", Budget(48, 0.45, 1), Budget(487, 12.61, 5), Budget(211, 19.11, 1), {"masked": True}
-    ),
-    "token mask, histogram": Path(
-        "INT8_STATIC",
-        Budget(74, 35.18, 1),
-        Budget(487, 27.29, 5),
-        Budget(211, 19.11, 1),
-        {"masked": True, **inputs("histogram")},
-    ),
-    "W8A8": Path("W8A8", NOTHING, Budget(444, 12.61, 4), Budget(547, 20.76, 1)),
-    "FP8_DYNAMIC": Path("FP8_DYNAMIC", NOTHING, Budget(430, 12.6, 4), Budget(561, 21.6, 1)),
-    "FP8_BLOCK": Path("FP8_BLOCK", NOTHING, Budget(428, 12.68, 4), Budget(565, 22.39, 1)),
-    "FP8 in small blocks, mse": Path(
-        BLOCKS, NOTHING, Budget(850, 14.85, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
-    ),
-    "W4A16": Path(INT4, NOTHING, Budget(444, 13.51, 4), Budget(155, 17.04, 1)),
-    "W4A16 mse": Path(INT4, NOTHING, Budget(864, 27.94, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
-    "W4A16 imatrix_mse": Path(
-        INT4, Budget(64, 1.57, 0), Budget(947, 28.23, 6), Budget(155, 17.04, 1), weights("imatrix_mse")
-    ),
-    "W4A16 local_hessian": Path(
-        INT4, Budget(48, 2.47, 0), Budget(1507, 494.11, 6), Budget(155, 17.04, 1), weights("local_hessian")
-    ),
-    "W4A16 hessian": Path(
-        INT4, Budget(48, 5.48, 0), Budget(13023, 2221.66, 6), Budget(155, 17.04, 1), weights("hessian")
-    ),
-    "W4A16 gptq": Path(
-        INT4,
-        Budget(48, 5.48, 0),
-        Budget(13463, 2276.76, 20),
-        Budget(169, 20.34, 1),
-        weights("hessian", rounding="gptq"),
-    ),
-    "NVFP4": Path("NVFP4", Budget(44, 0.34, 0), Budget(906, 15.32, 5), Budget(799, 56, 1)),
-    "NVFP4 expanded": Path(
-        "NVFP4", Budget(44, 0.34, 0), Budget(1202, 141.26, 5), Budget(799, 56, 1), weights("nvfp4_expanded_mse")
-    ),
-    "MXFP4": Path("MXFP4", NOTHING, Budget(640, 14.33, 4), Budget(953, 52.4, 1)),
-    "experts, siblings": Path(
-        W4A16_32,
-        Budget(230, 1.19, 2),
-        Budget(2025, 5.25, 6),
-        Budget(407, 4.89, 3),
-        weights("imatrix_mse", on_missing="siblings"),
-        mixture,
-    ),
-    "experts, all tokens": Path(
-        W4A16_32,
-        Budget(270, 2.2, 2),
-        Budget(2025, 5.25, 6),
-        Budget(407, 4.89, 3),
-        weights("imatrix_mse", calibrate_all_experts=True),
-        mixture,
-    ),
-    "experts, FP8": Path(
-        "FP8",
-        Budget(110, 1.09, 2),
-        Budget(991, 2.97, 5),
-        Budget(585, 6.35, 3),
-        {"on_missing": "siblings", "engines": "vllm"},
-        mixture,
-    ),
-    "experts, FP8, all tokens": Path(
-        "FP8",
-        Budget(150, 2.12, 2),
-        Budget(991, 2.97, 5),
-        Budget(585, 6.35, 3),
-        {"calibrate_all_experts": True, "engines": "vllm"},
-        mixture,
-    ),
-    "experts, FP8, minmax, token mask": Path(
-        "FP8",
-        Budget(200, 1.62, 3),
-        Budget(991, 2.97, 5),
-        Budget(585, 6.35, 3),
-        {"on_missing": "siblings", "engines": "vllm", "masked": True, **inputs("minmax")},
-        mixture,
-    ),
-    "experts, token mask": Path(
-        W4A16_32,
-        Budget(260, 1.34, 3),
-        Budget(2025, 5.25, 6),
-        Budget(407, 4.89, 3),
-        weights("imatrix_mse", on_missing="siblings", masked=True),
-        mixture,
-    ),
-}
-
-
-def calibrate(path: Path, device="cpu", place=None, watch=lambda phase: nullcontext()):
+def calibrate(path: Calibration, device="cpu", place=None, watch=lambda phase: nullcontext()):
     """The session, and the logits of the quantized model. ``place`` puts the model where it runs: on the device."""
     model, options = path.model(), dict(path.options)
     masked = options.pop("masked", False)
@@ -180,7 +36,7 @@ def calibrate(path: Path, device="cpu", place=None, watch=lambda phase: nullcont
     return session, logits
 
 
-def watched(path: Path):
+def watched(path: Calibration):
     counted = {}
 
     def watch(phase):
@@ -199,9 +55,9 @@ def watched(path: Path):
 
 
 @pytest.mark.filterwarnings("ignore:.*needs no data")
-@pytest.mark.parametrize("name", PATHS)
+@pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_has_the_cpus_bits_within_its_budget(name):
-    path = PATHS[name]
+    path = CALIBRATIONS[name]
     expected, logits = calibrate(path)
     found, on_the_device, counted = watched(path)
     assert_same_bits(found.qparams, expected.qparams, name)
@@ -219,7 +75,8 @@ def test_a_calibration_has_the_cpus_bits_within_its_budget(name):
 @pytest.mark.parametrize("name", ["FP8", "histogram", "mse", "W4A16 imatrix_mse", "W4A16 hessian", "NVFP4"])
 def test_the_host_does_not_read_more_of_more_modules(name):
     few, many = (
-        watched(PATHS[name]._replace(model=lambda layers=layers: llama(layers)))[2]["finalize"] for layers in (1, 2)
+        watched(CALIBRATIONS[name]._replace(model=lambda layers=layers: llama(layers)))[2]["finalize"]
+        for layers in (1, 2)
     )
     assert few.reads.total() == many.reads.total()
 
@@ -227,7 +84,7 @@ def test_the_host_does_not_read_more_of_more_modules(name):
 @pytest.mark.parametrize("name", ["experts, FP8", "experts, FP8, minmax, token mask", "experts, FP8, all tokens"])
 def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_experts(name):
     def asked(experts):
-        counts = watched(PATHS[name]._replace(model=lambda: mixture(experts)))[2]["batch"]
+        counts = watched(CALIBRATIONS[name]._replace(model=lambda: mixture(experts)))[2]["batch"]
         launches = {place: count for place, count in counts.launches.items() if place.startswith("observers/")}
         return sum(launches.values()), counts.uploads.total()
 
@@ -276,8 +133,8 @@ def by_device_map(model):
     ("name", "place"), [("FP8", by_hooks), ("histogram", by_device_map), ("W4A16 hessian", by_device_map)]
 )
 def test_a_model_that_lies_on_two_devices_has_the_cpus_qparams(name, place):
-    expected, logits = calibrate(PATHS[name])
-    found, there = calibrate(PATHS[name], DEVICE, place=place)
+    expected, logits = calibrate(CALIBRATIONS[name])
+    found, there = calibrate(CALIBRATIONS[name], DEVICE, place=place)
     assert_same_bits(found.qparams, expected.qparams)
     assert_same_bits({"logits": there}, {"logits": logits})
     scales = [layer.mlp.up_proj.weight_scale.device for layer in found.model.model.layers]

@@ -8,39 +8,17 @@ from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
-from tests.accelerator.common import Budget, assert_same_bits
+from tests.accelerator.budgets import FEW_PASSES, OBSERVERS, TENSOR
+from tests.accelerator.common import assert_same_bits
 from tests.observers.contract import NAMES, OF_INPUTS
 from tests.support.pretend_device import DEVICE, counting
 
-TENSOR = {"num_bits": 8, "strategy": "tensor"}
-HEADS = {"num_bits": 8, "type": "float", "strategy": "attn_head"}
-GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
-CHANNEL = {"num_bits": 8, "strategy": "channel"}
-BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
-NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-#: observer, what it observes, its args: launches, bytes a value (2 is one read of bfloat16), reads by the host
-PATHS = [
-    ("static_minmax", "input", TENSOR, Budget(3, 2.01, 0)),
-    ("minmax", "input", TENSOR, Budget(3, 2.01, 0)),
-    ("histogram", "input", TENSOR, Budget(6, 4.64, 0)),
-    ("percentile", "input", TENSOR, Budget(6, 4.64, 0)),
-    ("mse", "input", TENSOR, Budget(39, 4.76, 0)),
-    ("normal_observer", "input", TENSOR, Budget(6, 2.01, 0)),
-    ("static_minmax", "k", HEADS, Budget(5, 8.01, 0)),
-    ("histogram", "k", HEADS, Budget(8, 15.01, 0)),
-    ("memoryless_minmax", "weight", GROUPS, Budget(4, 4.1, 0)),
-    ("memoryless_minmax", "weight", CHANNEL, Budget(4, 4.02, 0)),
-    ("memoryless_mse", "weight", GROUPS, Budget(34, 17.81, 0)),
-    ("memoryless_mse", "weight", CHANNEL, Budget(34, 6.75, 0)),
-    ("memoryless_mse", "weight", BLOCKS, Budget(35, 6.21, 0)),
-    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(42, 434.77, 0)),
+#: observers without a row of their own; those that want inputs are in test_calibration.py
+OTHERS = [
+    (name, "input", TENSOR, FEW_PASSES) for name in NAMES if name not in {path[0] for path in OBSERVERS} | OF_INPUTS
 ]
-#: what an observer may ask for that has no path here: statistics of a few passes, and no read by the host
-FEW_PASSES = Budget(12, 8.01, 0)
-#: paths of observers that have none above; those that want inputs are in test_calibration.py
-OTHERS = [(name, "input", TENSOR, FEW_PASSES) for name in NAMES if name not in {path[0] for path in PATHS} | OF_INPUTS]
-#: all but the searches of weights, the last four of PATHS
-WITHOUT_LOOPS = [path[:3] for path in [*PATHS[:-4], *OTHERS]]
+#: all but the searches of weights, the last four of OBSERVERS
+WITHOUT_LOOPS = [path[:3] for path in [*OBSERVERS[:-4], *OTHERS]]
 
 
 #: observers whose ranges are those of the CPU, or as good
@@ -60,7 +38,7 @@ def observer_of(name: str, base_name: str, args: dict) -> Observer:
     return Observer.load_from_registry(name, base_name=base_name, args=QuantizationArgs(**args))
 
 
-@pytest.mark.parametrize(("name", "base_name", "args", "budget"), [*PATHS, *OTHERS])
+@pytest.mark.parametrize(("name", "base_name", "args", "budget"), [*OBSERVERS, *OTHERS])
 def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, budget):
     value = value_of(name, base_name)
     expected, found = observer_of(name, base_name, args)(value), observer_of(name, base_name, args)

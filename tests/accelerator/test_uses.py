@@ -22,18 +22,11 @@ from lightning_obs import (
 )
 from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.report.layer_errors import known_layer_errors, measure_layer_errors
-from tests.accelerator.common import Budget, assert_same_bits, llama, on_trainer_device, token_batches
+from tests.accelerator.budgets import USES
+from tests.accelerator.common import assert_same_bits, llama, on_trainer_device, token_batches
 from tests.callbacks import qat_modules
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.support.pretend_device import DEVICE, OTHER, PretendTensor, counting, on_cpu, on_device
-
-#: what is done, and the most that the package asks for meanwhile: launches, megabytes moved, reads
-BUDGETS = {
-    "layer errors of one batch": Budget(1920, 74.25, 4),
-    "layer errors without data": Budget(1136, 44.69, 2),
-    "export": Budget(143, 16.34, 3),
-    "restoring a state": Budget(28, 0.01, 0),
-}
 
 
 def calibrated(device="cpu", scheme="INT8_STATIC", layers=2, **options):
@@ -49,7 +42,7 @@ def batches_on(device, count):
 
 
 def held(name, counts):
-    BUDGETS[name].holds(counts, name)
+    USES[name].holds(counts, name)
 
 
 def test_layer_errors_are_the_cpus():

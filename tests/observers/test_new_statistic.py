@@ -1,4 +1,4 @@
-"""It is easy to add an observer: this one is 25 lines, calibrates, is exported, loaded back, and runs on ranks."""
+"""Statistics of one's own: an observer of 25 lines, and the statistic and the test of ranks that CONTRIBUTING shows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs import CalibrationSession, Observer, export_checkpoint, quantized
-from lightning_obs.observers import Statistic, require_statistics
+from lightning_obs.observers import StaticMinMaxObserver, Statistic, require_statistics
 from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.ranks.sync import sync_statistics
+from tests.support.markdown import page
 from tests.support.rank_processes import run_ranks
 
 
@@ -100,3 +102,43 @@ def test_a_batch_more_changes_nothing_but_the_data_and_reset_forgets():
     torch.testing.assert_close(whole.get_qparams()["scale"], parts.get_qparams()["scale"])
     parts.reset()
     assert not parts.has_statistics
+
+
+# ---------------------------------------------------------------------- a further statistic, as CONTRIBUTING shows it
+
+
+class ZerosObserver(StaticMinMaxObserver):
+    statistics = (*StaticMinMaxObserver.statistics, Statistic("zeros", "sum"))
+    keeps_extremes = True
+
+    def measure(self, observed):
+        low, high = super().measure(observed)
+        return low, high, (observed == 0).sum((0, -1))
+
+
+def zeros_of_all_ranks(rank):
+    observer = ZerosObserver("input", QuantizationArgs())
+    observer(torch.tensor([[0.0, 1.0 + rank]]))
+    sync_statistics({("layer", "input"): observer}, Collectives.of_group())
+    return observer.zeros.tolist()
+
+
+def test_the_zeros_of_all_ranks_are_added_up():
+    assert run_ranks(zeros_of_all_ranks, 2) == [[2], [2]]
+
+
+def test_contributing_shows_these_lines():
+    text = page("CONTRIBUTING.md")
+    for shown in (ZerosObserver, zeros_of_all_ranks, test_the_zeros_of_all_ranks_are_added_up):
+        assert inspect.getsource(shown) in text
+
+
+def test_batches_are_added_up_and_the_ends_of_all_values_are_still_kept():
+    observer = ZerosObserver("input", QuantizationArgs())
+    for low in (0.0, -3.0):
+        observer(torch.tensor([[low, 0.0, 2.0]]))
+    assert observer.zeros == 3
+    assert (observer.min_vals, observer.max_vals) == (-3, 2)
+    assert observer.keeps_extremes
+    observer.reset()
+    assert not hasattr(observer, "zeros")
