@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -19,17 +19,18 @@ from onnx_ir.passes.common import ClearMetadataAndDocStringPass, RemoveUnusedNod
 _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
-def finish(model: Any, names: Collection[str]) -> None:
+def finish(model: Any, names: Collection[str], output_names: Sequence[str]) -> None:
     """Finish a traced graph: what engines need in another form, and what the exporter has left.
 
     Batch norms are folded, a ReLU comes before the quantization that it reads, products of dynamic ranges become
     products of integers, pools of integers give integers, sums before layer norms are kept apart, 4-bit integers are
-    stored in 4 bits, nodes are named after modules; unused nodes and the exporter's notes are removed. No number
-    changes.
+    stored in 4 bits, nodes are named after modules, outputs after what the model returns; unused nodes and the
+    exporter's notes are removed. No number changes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
         names: the initializers whose integers fit into 4 bits.
+        output_names: of all outputs, in their order.
     """
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
@@ -48,6 +49,7 @@ def finish(model: Any, names: Collection[str]) -> None:
     _store_4_bit(model.graph, names)
     RemoveUnusedNodesPass()(model)
     _name_after_modules(model.graph)
+    _name_outputs(model.graph, output_names)
     ClearMetadataAndDocStringPass()(model)
 
 
@@ -281,3 +283,23 @@ def _name_after_modules(graph: Any) -> None:
         name = f"{scopes[-2]}/{node.op_type}"
         node.name = f"{name}_{numbers[name]}" if numbers[name] else name
         numbers[name] += 1
+
+
+def _name_outputs(graph: Any, names: Sequence[str]) -> None:
+    """Rename the graph's outputs. Where another value has the name already, a number follows it.
+
+    An output that is an input of the graph, too, keeps its name.
+    """
+    taken = set(graph.initializers)
+    values = [*graph.inputs, *(value for node in graph for value in node.outputs)]
+    taken.update(value.name for value in values if not value.is_graph_output())
+    for value, name in zip(graph.outputs, names, strict=True):
+        if value.is_graph_input():
+            continue
+        free_name = name
+        number = 0
+        while free_name in taken:
+            number += 1
+            free_name = f"{name}_{number}"
+        taken.add(free_name)
+        value.name = free_name

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy
 from torch import nn
+from torch.export.graph_signature import ConstantArgument, OutputKind
+from torch.utils import _pytree as pytree
 
 from lightning_obs.errors import require_bool
 from lightning_obs.files.write import whole_file
@@ -113,7 +115,7 @@ def export_onnx(
     with left_as_it_was(model), written_by(model, partial(_QdqWriter, signed=signed)):
         program = trace_onnx(model, arguments)
 
-    finish(program.model, _names_of_4_bit_codes(model))
+    finish(program.model, _names_of_4_bit_codes(model), _output_names(program.exported_program))
     _save(program, file, overwrite)
     return file
 
@@ -163,6 +165,44 @@ def _names_of_4_bit_codes(model: nn.Module) -> set[str]:
         if args is not None and args.num_bits <= 4:
             names.add(f"{module_name}.weight_codes".lstrip("."))
     return names
+
+
+def _output_names(program: torch.export.ExportedProgram) -> list[str]:
+    """The names of the graph's outputs, by what the model returns: keys and fields, and places behind ``output``.
+
+    A tensor alone is ``output``, items of a tuple are ``output_0`` and ``output_1``, the field of a transformers model
+    is ``logits``. Parts that are no tensors, such as None, are no outputs of the graph.
+    """
+    specs = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind == OutputKind.USER_OUTPUT:
+            specs.append(spec)
+    places = range(len(specs))
+    returned = pytree.tree_unflatten(places, program.call_spec.out_spec)
+    try:
+        paths = [path for path, _ in pytree.tree_flatten_with_path(returned)[0]]
+    except ValueError:  # a class of the user's that was registered with torch without its keys
+        paths = [(pytree.SequenceKey(place),) for place in places]
+    names = []
+    for path, spec in zip(paths, specs, strict=True):
+        if not isinstance(spec.arg, ConstantArgument):
+            names.append(_name_of(path))
+    return names
+
+
+def _name_of(path: Sequence[Any]) -> str:
+    """The name of an output at a path in what the model returns: its keys, fields and places, joined by ``_``."""
+    parts = []
+    if not path or isinstance(path[0], pytree.SequenceKey):
+        parts.append("output")
+    for entry in path:
+        if isinstance(entry, pytree.GetAttrKey):
+            parts.append(entry.name)
+        elif isinstance(entry, pytree.MappingKey):
+            parts.append(str(entry.key))
+        else:
+            parts.append(str(entry.idx))
+    return "_".join(parts)
 
 
 # ---------------------------------------------------------------------- what ONNX cannot hold

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from typing import NamedTuple
 
 import onnx
 import onnx_ir
@@ -9,10 +10,13 @@ import onnxruntime
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
+from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_obs import (
     CalibrationError,
     CalibrationSession,
+    CalibrationWarning,
     export_checkpoint,
     export_onnx,
     load_checkpoint,
@@ -123,6 +127,21 @@ def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
     assert (run(file, x) - expected).abs().max() < 0.05 * (before - expected).abs().max()
     with torch.no_grad():
         assert torch.equal(model(x), before)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_of_weights_alone_onnxruntime_computes_what_quantized_does_if_it_rounds_no_inputs(bits, tmp_path):
+    x = torch.randn(2, 7, 64)
+    weights = {"num_bits": bits, "strategy": "channel"}
+    model = calibrated(lambda: nn.Sequential(nn.Linear(64, 96)), x, {"targets": ["Linear"], "weights": weights})
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    options = onnxruntime.SessionOptions()
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")  # the guide's remedy
+    session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    [outputs] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(outputs), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_weights_are_stored_as_integers_and_nothing_beside_them(tmp_path):
@@ -263,6 +282,7 @@ def test_a_model_may_take_one_dict_and_return_another(tmp_path):
     file = export_onnx(model, tmp_path / "m.onnx", (batch,), dynamic_shapes=shapes)
     other = {"past": torch.randn(5, 16), "scale": torch.rand(5, 1)}
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    assert [value.name for value in session.get_outputs()] == ["mean", "width"]
     mean, width = session.run(None, {f"batch_{name}": value.numpy() for name, value in other.items()})
     with torch.no_grad(), quantized(model):
         expected = model(other)
@@ -270,7 +290,54 @@ def test_a_model_may_take_one_dict_and_return_another(tmp_path):
     torch.testing.assert_close(torch.from_numpy(width), expected["width"], atol=2e-5, rtol=1e-5)
 
 
+class Ranges(NamedTuple):
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+class Returns(nn.Module):
+    """Returns what a function makes of one tensor."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.fc, self.result = nn.Linear(16, 4), result
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, output):
+        return self.result(self.fc(output) * self.mean)
+
+
+@pytest.mark.parametrize(
+    ("result", "names"),
+    [
+        (lambda y: y, ["output_1"]),  # the input has the first name
+        (lambda y: (y, y + 1), ["output_0", "output_1"]),
+        (lambda y: [y], ["output_0"]),
+        (lambda y: {"mean": y, "parts": (y + 1, y + 2)}, ["mean_1", "parts_0", "parts_1"]),
+        (lambda y: Ranges(y - 1, y + 1), ["low", "high"]),
+        (lambda y: CausalLMOutput(logits=y, hidden_states=(y + 1,)), ["logits", "hidden_states_0"]),
+        (lambda y: (None, y), ["output_1"]),
+    ],
+    ids=["tensor", "tuple", "list", "dict", "named tuple", "of transformers", "None"],
+)  # fmt: skip
+def test_outputs_have_the_names_of_what_the_model_returns(result, names, tmp_path):
+    x = torch.randn(2, 16)
+    model = calibrated(lambda: Returns(result), x, {"targets": ["Linear"], "weights": WEIGHTS})
+    session = onnxruntime.InferenceSession(export_onnx(model, tmp_path / "m.onnx", x))
+    assert [value.name for value in session.get_outputs()] == names
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with torch.no_grad(), quantized(model):
+        expected = [leaf for leaf in pytree.tree_leaves(model(x)) if leaf is not None]
+    for output, tensor in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(output), tensor, atol=2e-5, rtol=1e-5)
+
+
 # ---------------------------------------------------------------------- weights beside the file
+
+
+def full(self, overwrite):
+    """In place of ``Staging.replace_file``: what it raises where the disk is full."""
+    raise OSError("No space left on device")
 
 
 def large(monkeypatch):
@@ -300,9 +367,6 @@ def test_an_export_that_fails_leaves_a_large_model_with_its_weights(tmp_path, mo
     with torch.no_grad(), CalibrationSession(other, {"group": {"targets": ["Linear"], "weights": {"num_bits": 4}}}):
         other[0].weight.mul_(2)
 
-    def full(self, overwrite):
-        raise OSError("No space left on device")
-
     with monkeypatch.context() as broken:
         broken.setattr(Staging, "replace_file", full)
         with pytest.raises(CalibrationError, match=r"cannot be written\. Got No space left"):
@@ -315,6 +379,29 @@ def test_an_export_that_fails_leaves_a_large_model_with_its_weights(tmp_path, mo
     monkeypatch.undo()
     export_onnx(other, file, x, overwrite=True)
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+@pytest.mark.nightly
+def test_a_file_above_two_gigabytes_is_whole_or_not_there(tmp_path, monkeypatch):
+    """2 GiB and a row, of zeros but for the last row; protobuf, which holds the model, ends at 2 GiB."""
+    table = torch.zeros((1 << 20) + 1, 512)
+    table[-1] = torch.randn(512)
+    x = torch.tensor([[len(table) - 1, 0]])
+    scheme = {"targets": ["Linear"], "weights": WEIGHTS}
+    with pytest.warns(CalibrationWarning, match="stay in full precision: Embedding"):
+        model = calibrated(lambda: nn.Sequential(nn.Embedding.from_pretrained(table), nn.Linear(512, 4)), x, scheme)
+    with monkeypatch.context() as broken:
+        broken.setattr(Staging, "replace_file", full)
+        with pytest.raises(CalibrationError, match=r"cannot be written\. Got No space left"):
+            export_onnx(model, tmp_path / "m.onnx", x)
+    assert list(tmp_path.iterdir()) == []
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+    [weights] = tmp_path.glob("m.onnx.*.data")
+    assert weights.stat().st_size > 1 << 31
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    torch.testing.assert_close(run(file, x, optimized=False), expected, atol=1e-5, rtol=1e-5)
+    assert (expected[0, 0] - expected[0, 1]).abs().max() > 0.01
 
 
 # ---------------------------------------------------------------------- what engines do with it
