@@ -37,7 +37,7 @@ class LinearRecurrent(nn.RNNBase):
         try:
             return super().forward(*args, **kwargs)
         finally:
-            self._flat_weights = []  # they may be a part of an autograd graph, which no copy can hold
+            self._flat_weights = []  # or they would stay in memory, dequantized and with their graph
 
     def _update_flat_weights(self) -> None:
         """Read the weights; ``forward`` of torch's class calls this first, and passes ``_flat_weights`` on."""
@@ -87,12 +87,12 @@ def _without_state(kind: type[nn.RNNBase]) -> LinearRecurrent:
 def linearize_recurrent(model: nn.Module) -> list[str]:
     """Give every weight of ``nn.LSTM`` and ``nn.GRU`` a module of its own, so that it can be quantized.
 
-    Outputs stay the same bit for bit, and the operation that computes them as well. The weights are targets like those
-    of Linears, under their names (``lstm.weight_ih_l0``); biases stay in float, and so do the inputs and products,
-    whatever the scheme says of activations. A ``state_dict`` has ``weight_ih_l0.weight`` in place of ``weight_ih_l0``;
-    one from before can be loaded. Each layer stays the object that it was, with its hooks. Call it before you make
-    optimizers. Subclasses that read ``weight_ih_l0`` themselves cannot be changed; layers inside transformers models
-    are left as they are.
+    Outputs stay the same bit for bit, and the operation that computes them as well: files become smaller, not faster.
+    The weights are targets like those of Linears, under their names (``lstm.weight_ih_l0``); biases stay in float, and
+    so do the inputs and products, whatever the scheme says of activations. A ``state_dict`` has
+    ``weight_ih_l0.weight`` in place of ``weight_ih_l0``; one from before can be loaded. Each layer stays the object
+    that it was, with its hooks. Call it before you make optimizers. Subclasses that read ``weight_ih_l0`` themselves
+    cannot be changed; layers inside transformers models are left as they are.
 
     Args:
         model: changed in place.

@@ -270,10 +270,11 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
 
 #: classes that are named; the others are added up
 _NAMED = 4
-#: what quantizes the weights of a class after all
+#: what quantizes the weights of a class after all, and what a user has to expect of it
 _REMEDIES = {nn.MultiheadAttention.__name__: " (linearize_attention makes it Linears)"}
 for _layer in (nn.LSTM, nn.GRU):
-    _REMEDIES[_layer.__name__] = " (linearize_recurrent lets its weights be quantized)"
+    _REMEDIES[_layer.__name__] = " (linearize_recurrent lets its weights be quantized: smaller, not faster)"
+    _REMEDIES[f"Linear{_layer.__name__}"] = " (its products stay in float, too: smaller, not faster)"
 
 
 @at_rest()
