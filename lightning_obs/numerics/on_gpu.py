@@ -20,12 +20,18 @@ from lightning_obs.numerics.candidates import Candidates, half_of_range
 from lightning_obs.numerics.formats import NumberGrid
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Values that a program holds in registers.
+# Values that a program holds in registers; in a search fewer, where rows are short or few: more programs then run.
 _TILE = 4096
+_TILE_OF_SHORT_ROWS = 1024
+_SHORT = 128
+_FEW_ROWS = 256
 # Rows that a program of the rounding holds.
 _ROWS = 16
 # Values that a program adds up.
 _SPAN = 1 << 15
+# Tables of counts, and programs that share one at least: a small tensor is counted sooner than tables are added up.
+_TABLES = 16
+_PROGRAMS_OF_TABLE = 16
 # Results that differ by no more than this agree.
 _DIFFERENCE = 1e-3
 
@@ -115,13 +121,24 @@ def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add how often each pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64."""
+    """Add how often each pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64.
+
+    Programs of a large tensor count in several tables, which are added up: neighbouring places are in one piece of the
+    cache, and additions to it wait for each other.
+    """
     observations, scales, width = values.shape
     size = observations * width
-    programs = -(-size // _TILE), scales
+    programs = -(-size // _TILE)
+    number_of_tables = min(_TABLES // scales, programs // _PROGRAMS_OF_TABLE)
+    has_several = number_of_tables > 1
+    tables = counts.new_zeros(number_of_tables, *counts.shape, dtype=torch.int32) if has_several else counts[None]
     loop = _loops_for(values).count_patterns
     with torch.cuda.device_of(values):
-        loop[programs](values.view(torch.int16), counts, size, width, *values.stride(), BLOCK=_TILE)
+        loop[programs, scales](
+            values.view(torch.int16), tables, size, width, *values.stride(), scales, len(tables), BLOCK=_TILE
+        )
+    if has_several:
+        counts += tables.sum(0)
 
 
 def moments(values: torch.Tensor) -> torch.Tensor:
@@ -164,8 +181,10 @@ def errors_of_ranges(
     rows = part.stop - part.start
     count = len(candidates.factors)
     size = view.shape[2:].numel()
-    columns = min(_TILE, _power(size))
-    side = _TILE // columns
+    is_small = size <= _SHORT or rows <= _FEW_ROWS
+    tile = _TILE_OF_SHORT_ROWS if is_small else _TILE
+    columns = min(tile, _power(size))
+    side = tile // columns
     pieces = -(-size // columns)
     errors = torch.empty(pieces, count, rows, device=view.device)
     half = half_of_range(grid, candidates.low.dtype)

@@ -90,6 +90,9 @@ def interpret() -> None:
     heads = torch.randn(6, 70, 3, 16).bfloat16().permute(1, 0, 2, 3).flatten(2)  # a view of other strides
     print(f"counted: {miscounted(flat)}")
     print(f"counted by head: {miscounted(heads)}")
+    on_gpu._PROGRAMS_OF_TABLE = 1
+    print(f"counted in several tables: {miscounted(flat)}")
+    on_gpu._PROGRAMS_OF_TABLE = 16
     print(f"moments of many: {moments_off(torch.randn(3, 1, 30001) + 100)}")
     print(f"moments by head: {moments_off(heads)}")
     for name, (args, shape, repeats) in CASES.items():
@@ -110,7 +113,7 @@ def compile_loops() -> None:
     numbers = ("half", "eps", "norm", "low", "high", "smallest", "rounder")
     pointers = ("importance", "scales", "zeros", "factors", "out", "left", "step", "factor", "levels", "errors")
     types = dict.fromkeys(numbers, "fp32") | dict.fromkeys(pointers, "*fp32")
-    flat = {"values": "*i16", "counts": "*i64"}, {"values": "*bf16", "out": "*fp64"}
+    flat = {"values": "*i16", "tables": "*i32"}, {"values": "*bf16", "out": "*fp64"}
     for generation in (80, 90):
         print(f"counts {generation}: {instructions(gpu_loops.count_patterns, flat[0], {'BLOCK': 4096}, generation)}")
         fixed = {"SPAN": 1 << 15, "BLOCK": 4096}

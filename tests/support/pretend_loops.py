@@ -35,9 +35,14 @@ def _rows(values):
     return values.transpose(0, 1).flatten(1)
 
 
-def _count_patterns(values, counts, *_, BLOCK):
-    for row, table in zip(_rows(values), counts, strict=True):
-        table += torch.bincount(row.long() & 0xFFFF, minlength=len(table))
+def _count_patterns(values, tables, *_, BLOCK):
+    """Each program counts in its table, as on a GPU."""
+    count = len(tables)
+    bins = tables.shape[2]
+    for scale, row in enumerate(_rows(values)):
+        program = torch.arange(len(row)) // BLOCK
+        place = (row.long() & 0xFFFF) + program % count * bins
+        tables[:, scale] += torch.bincount(place, minlength=count * bins).view(count, bins)
 
 
 def _moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, *, SPAN, BLOCK):

@@ -14,20 +14,23 @@ import triton.language as tl
 
 
 @triton.jit
-def count_patterns(values, counts, size, wide, stride_n, stride_q, stride_g, BLOCK: tl.constexpr):
-    """Add how often each 16-bit pattern of ``(N, Q, G)`` occurs to ``counts``, (Q, 65536) in int64.
+def count_patterns(
+    values, tables, size, wide, stride_n, stride_q, stride_g, scales, number_of_tables, BLOCK: tl.constexpr
+):
+    """Add how often each 16-bit pattern of ``(N, Q, G)`` occurs to one of ``tables``, (T, Q, 65536), integers.
 
-    A program counts BLOCK of the ``size`` values of one scale, ``wide`` is G. Its zeros are one addition: additions to
-    one place wait for each other, and half of a ReLU's output is zero.
+    A program counts BLOCK of the ``size`` values of one scale, ``wide`` is G; ``scales`` is Q, ``number_of_tables`` T.
+    Its zeros are one addition: additions to one place wait for each other, and half of a ReLU's output is zero.
     """
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scale = tl.program_id(1).to(tl.int64)
     within = place < size
     at = scale * stride_q + (place // wide) * stride_n + (place % wide) * stride_g
     pattern = tl.load(values + at, within, other=0).to(tl.int32) & 0xFFFF
-    table = counts + scale * 65536
-    tl.atomic_add(table, tl.sum((within & (pattern == 0)).to(tl.int64)), sem="relaxed")
-    tl.atomic_add(table + pattern, tl.full((BLOCK,), 1, tl.int64), within & (pattern != 0), sem="relaxed")
+    number = tables.dtype.element_ty
+    table = tables + (tl.program_id(0) % number_of_tables * scales + scale) * 65536
+    tl.atomic_add(table, tl.sum((within & (pattern == 0)).to(number)), sem="relaxed")
+    tl.atomic_add(table + pattern, tl.full((BLOCK,), 1, number), within & (pattern != 0), sem="relaxed")
 
 
 @triton.jit
