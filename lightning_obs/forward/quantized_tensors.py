@@ -212,7 +212,7 @@ def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
     return scale
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch 2.11 and older do not trace how a frozen one is made
 class StaticQuantizer:
     """Quantizes and dequantizes a tensor by parameters that calibration wrote, as they were when it was made.
 
