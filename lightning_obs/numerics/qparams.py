@@ -48,6 +48,8 @@ BASE_NAMES = tuple(_STRATEGIES)
 SCHEME_FIELDS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
 #: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
 ROUNDING = "rounding"
+#: rows of this many values, in float32, are read by torch's operations as fast as by a compiled loop
+_FAST_ROW = 32
 
 
 def flatten_for_calibration(
@@ -140,12 +142,21 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         low = low.reshape(1, 1)
         high = high.reshape(1, 1)
         return low, high
-    if launch.can_read(view):
+    if not _is_fast_in_torch(view) and launch.can_read(view):
         return launch.extremes(view)
     # With dimensions, aminmax is ten times slower than these two.
     low = view.amin((2, 3))
     high = view.amax((2, 3))
     return low, high
+
+
+def _is_fast_in_torch(view: torch.Tensor) -> bool:
+    """Whether torch finds the extremes of ``(A, B, N, G)`` in about the time of a compiled loop.
+
+    Then numba, whose import takes a second and 140 MB, is not needed for them: most weights in training are such.
+    """
+    *_, observations, values = view.shape
+    return view.dtype == torch.float32 and observations == 1 and values >= _FAST_ROW and view.stride(-1) == 1
 
 
 def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

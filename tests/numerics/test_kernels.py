@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -99,3 +102,22 @@ def test_every_pattern_of_a_half_is_counted_once(dtype):
 def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
     x = torch.randn((1 << 20) + 3)
     same(launch.count_values(x), sum(launch.count_values(part) for part in x.split(70_001)))
+
+
+WITHOUT_NUMBA = """
+import sys
+import torch
+from torch import nn
+from lightning_obs import CalibrationSession
+
+for scheme in sys.argv[1:]:
+    with CalibrationSession(nn.Linear(128, 64), scheme, targets=["Linear"], engines="unchecked"):
+        pass
+print("numba" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(("schemes", "is_imported"), [(["W4A16", "W8A8", "FP8_BLOCK"], False), (["NVFP4A16"], True)])
+def test_float32_weights_in_training_are_observed_without_the_memory_of_numba(schemes, is_imported):
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA, *schemes], capture_output=True, text=True)
+    assert done.stdout.split() == [str(is_imported)], done.stderr
