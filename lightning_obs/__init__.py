@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
     from lightning_obs.checkpoint.export import export_checkpoint
     from lightning_obs.checkpoint.load import load_checkpoint
+    from lightning_obs.checkpoint.packed import keep_packed
     from lightning_obs.choice.mixed_precision import mixed_precision
     from lightning_obs.choice.observer_choice import choose_observers
     from lightning_obs.choice.sensitivity import sensitivity
@@ -54,6 +55,7 @@ _HOME = {
     "export_gguf": "lightning_obs.gguf.gguf_file",
     "export_onnx": "lightning_obs.onnx.onnx_file",
     "export_program": "lightning_obs.program.program_file",
+    "keep_packed": "lightning_obs.checkpoint.packed",
     "linearize_attention": "lightning_obs.forward.linear_attention",
     "linearize_recurrent": "lightning_obs.forward.linear_recurrent",
     "linearize_experts": "lightning_obs.moe.experts",
@@ -82,6 +84,7 @@ __all__ = [
     "export_gguf",
     "export_onnx",
     "export_program",
+    "keep_packed",
     "linearize_attention",
     "linearize_experts",
     "linearize_recurrent",

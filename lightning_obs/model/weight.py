@@ -32,6 +32,7 @@ from lightning_obs.model.offload import (
     register_offload,
     source_of,
 )
+from lightning_obs.model.packed_weight import dense
 from lightning_obs.model.place import Place
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -234,7 +235,8 @@ class AddedAdapters:
         return cls(layer, tuple(name for name in layer.active_adapters if name in layer.lora_A))
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight plus the adapters, with gradients to both."""
+        """The weight plus the adapters, with gradients to both; decompressed, where it rests packed."""
+        weight = dense(weight)
         for name in self.names:
             with torch.autocast(weight.device.type, enabled=False):  # peft merges outside of autocast
                 weight = (weight + self.layer.get_delta_weight(name)).to(weight.dtype)
