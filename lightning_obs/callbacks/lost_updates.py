@@ -6,11 +6,11 @@ is, in every step again: nothing adds up. Weights in float32 and optimizers that
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_obs.errors import warn
 
@@ -24,19 +24,11 @@ _ENOUGH = 0.5
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class _Watched:
-    """Some weights of a parameter that have a gradient, before a step."""
-
-    parameter: torch.Tensor
-    values: torch.Tensor
-    has_gradient: torch.Tensor
-
-
 class LostUpdates:
-    """Measures in the first optimizer step of a fit which share of the weights changes, and warns if it is small.
+    """Measures in the first step of each optimizer which share of the weights changes, and warns if it is small.
 
-    ``QuantizationAwareTraining`` holds one. A step whose learning rate is zero is not the first (a warm-up).
+    ``QuantizationAwareTraining`` holds one. Optimizers call it before and after each step of a fit. A step whose
+    learning rate is zero is not the first (a warm-up), nor one that a loss scaler leaves out.
 
     Args:
         label: of the callback, to begin the warning with.
@@ -44,54 +36,73 @@ class LostUpdates:
 
     def __init__(self, label: str) -> None:
         self._label = label
-        self._is_done = False
-        self._watched: list[_Watched] = []
-        self._learning_rate = 0.0
+        self._warns = False  # whether this rank warns
+        self._handles: list[RemovableHandle] = []
+        self._waiting: set[torch.optim.Optimizer] = set()  # those whose first step has not run yet
+        #: parameters in half precision, each with some of its weights before the step that runs now
+        self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def begin_fit(self) -> None:
-        """Measure the next fit."""
-        self._is_done = False
+    def watch(self, trainer: Trainer) -> None:
+        """Measure the first step of each optimizer of a fit that starts."""
+        self.stop()
+        self._waiting.update(trainer.optimizers)
+        self._warns = trainer.is_global_zero
+        for optimizer in trainer.optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+
+    def stop(self) -> None:
+        """Leave the optimizers alone. Can be called at any time, any number of times."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._waiting.clear()
+        self._earlier.clear()
 
     @torch.no_grad()
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Remember some of the weights in half precision; called before every optimizer step."""
-        learning_rate = max(float(group["lr"]) for group in optimizer.param_groups)
-        if self._is_done or learning_rate == 0 or getattr(optimizer, "bf16_stochastic_round", False):
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Remember some of the weights in half precision. Lightning runs the backward inside the step."""
+        self._earlier.clear()
+        if optimizer not in self._waiting or _learning_rate(optimizer) == 0:
             return
-        self._learning_rate = learning_rate
+        if getattr(optimizer, "bf16_stochastic_round", False):
+            return
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                if parameter.dtype in _HALF_PRECISION and parameter.grad is not None:
-                    values = _sample(parameter).clone()
-                    has_gradient = _sample(parameter.grad) != 0
-                    self._watched.append(_Watched(parameter, values, has_gradient))
+                if parameter.dtype in _HALF_PRECISION:
+                    self._earlier.append((parameter, _sample(parameter).clone()))
 
     @torch.no_grad()
-    def after_step(self, trainer: Trainer) -> None:
-        """Compare them, if there was a step; called after every batch."""
-        if not self._watched:
-            return
-        self._is_done = True
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Compare them with the weights now."""
         with_gradient = changed = 0.0
-        for watched in self._watched:
-            has_changed = _sample(watched.parameter) != watched.values
-            weight = watched.parameter.numel() / max(1, watched.values.numel())
-            with_gradient += weight * int(watched.has_gradient.sum())
-            changed += weight * int((has_changed & watched.has_gradient).sum())
-        dtype = str(self._watched[0].parameter.dtype).removeprefix("torch.")
-        self._watched.clear()
-        if not with_gradient or changed >= _ENOUGH * with_gradient or not trainer.is_global_zero:
+        for parameter, values in self._earlier:
+            if parameter.grad is not None:
+                has_gradient = _sample(parameter.grad) != 0
+                has_changed = _sample(parameter) != values
+                weight = parameter.numel() / max(1, values.numel())
+                with_gradient += weight * int(has_gradient.sum())
+                changed += weight * int((has_changed & has_gradient).sum())
+        if not with_gradient:
             return
+        self._waiting.discard(optimizer)
+        dtype = str(self._earlier[0][0].dtype).removeprefix("torch.")
+        self._earlier.clear()
+        if changed >= _ENOUGH * with_gradient or not self._warns:
+            return
+        self._waiting.clear()  # one warning is enough
         warn(
             f"{self._label}: the first step has changed {changed / with_gradient:.1%} of the weights that have a "
             f"gradient. They are in {dtype}, and updates below half the distance of its numbers are lost (learning "
-            f"rate {self._learning_rate:g}). Load the model in float32 and set Trainer(precision='bf16-mixed'), or "
-            "give an optimizer that rounds stochastically: torchao.optim.AdamW8bit(..., bf16_stochastic_round=True)."
+            f"rate {_learning_rate(optimizer):g}). Load the model in float32 and set "
+            "Trainer(precision='bf16-mixed'), or give an optimizer that rounds stochastically: "
+            "torchao.optim.AdamW8bit(..., bf16_stochastic_round=True)."
         )
 
-    def stop(self) -> None:
-        """Forget the weights of a step that did not end."""
-        self._watched.clear()
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> float:
+    """The largest learning rate of the optimizer's parameter groups."""
+    return max(float(group["lr"]) for group in optimizer.param_groups)
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:

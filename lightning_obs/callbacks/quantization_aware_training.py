@@ -231,7 +231,7 @@ class QuantizationAwareTraining(SessionCallback):
         """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone."""
         super().on_train_start(trainer, pl_module)
         self.quantized_fit.begin_fit(trainer)
-        self.lost_updates.begin_fit()
+        self.lost_updates.watch(trainer)
         self.results.was_trained = True
         if self.train == "scales":
             self.changes_of_fit.enter_context(frozen(pl_module))
@@ -260,17 +260,9 @@ class QuantizationAwareTraining(SessionCallback):
             average_gradients(trainer, learned.parameters)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Watch whether weights in half precision keep what the step adds."""
-        self.lost_updates.before_step(optimizer)
-
-    @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Write the ranges after the last of the observed batches; warn once if weights lose their updates."""
+        """Write the ranges after the last of the observed batches."""
         self.quantized_fit.end_training_batch()
-        self.lost_updates.after_step(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

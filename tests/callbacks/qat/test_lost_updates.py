@@ -67,3 +67,27 @@ def test_an_optimizer_that_rounds_stochastically_loses_nothing():
             return Stochastic(self.parameters(), lr=1e-5)
 
     fit(Rounding())
+
+
+def test_every_optimizer_is_measured_and_left_without_hooks():
+    class Two(Half):
+        def __init__(self):
+            super().__init__(lr=0)
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            first, _, last = self.net
+            return torch.optim.SGD(first.parameters(), lr=1e-1), torch.optim.SGD(last.parameters(), lr=1e-6)
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            for optimizer in self.optimizers():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    module = Two()
+    with pytest.warns(CalibrationWarning, match=r"learning rate 1e-06"):
+        fit(module)
+    for optimizer in module.trainer.optimizers:
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
