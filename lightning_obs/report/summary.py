@@ -59,9 +59,10 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
-    """Layers with their error, one row each. Columns without values are left out."""
+    """Layers with their error, one row each. Columns without values are left out, and rows, if any has one."""
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
-    rows = [_layer_cells(error) for error in errors]
+    all_rows = [_layer_cells(error) for error in errors]
+    rows = [cells for cells in all_rows if any(cells[1:])] or all_rows
     has_outputs = any(error.output is not None for error in errors)
     has_weights = any(error.weight is not None for error in errors)
     columns = [0, 1, 2, 3]

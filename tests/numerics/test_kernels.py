@@ -121,3 +121,9 @@ print("numba" in sys.modules)
 def test_float32_weights_in_training_are_observed_without_the_memory_of_numba(schemes, is_imported):
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA, *schemes], capture_output=True, text=True)
     assert done.stdout.split() == [str(is_imported)], done.stderr
+
+
+def test_a_loop_that_is_compiled_in_a_notebook_asks_for_no_widgets(monkeypatch):
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr(launch, "_ready", set())
+    launch.extremes(torch.randn(1, 1, 1, 8))  # a warning of rich would be an error

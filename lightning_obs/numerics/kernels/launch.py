@@ -114,7 +114,8 @@ def run(loop: Any, *arguments: Any) -> Any:
         from rich.console import Console
 
         logging.getLogger(__name__).debug("compiling %s", loop)
-        with Console(stderr=True).status("compiling a loop for this machine (once, some seconds)"):
+        # In a notebook rich would ask for ipywidgets, with a warning for each loop.
+        with Console(stderr=True, force_jupyter=False).status("compiling a loop for this machine (once, some seconds)"):
             result = loop(*arguments)
         _ready.add(kind)
     return result
