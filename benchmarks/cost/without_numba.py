@@ -54,8 +54,8 @@ def main() -> None:
     for name, args in FORMATS.items():
         values = rows_of_observed(flatten_for_calibration(weight, "weight", args))
         search = GridSearch(NumberGrid.of(args), FACTORS)
-        with_numba = partial(range_of_rows, values, search, numba_loop.errors_of)
-        with_torch = partial(range_of_rows, values, search, torch_loop.errors_of)
+        with_numba = partial(range_of_rows, values, search, numba_loop.measure)
+        with_torch = partial(range_of_rows, values, search, torch_loop.measure)
         with_numba()  # compiles the loops
         numba_time, found = best_time(with_numba)
         torch_time, expected = best_time(with_torch)

@@ -24,6 +24,10 @@ class Candidates(NamedTuple):
     high: torch.Tensor
     factors: torch.Tensor
 
+    def of_rows(self, rows: slice) -> Candidates:
+        """Those of some of the rows."""
+        return Candidates(self.low[rows], self.high[rows], self.factors)
+
     def ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Smallest and largest value of each candidate and row, ``(C, R)`` both, as they would be stored."""
         return candidate_ranges(self.low, self.high, self.factors)
@@ -90,24 +94,44 @@ def finite_or_infinite(errors: torch.Tensor) -> torch.Tensor:
     return torch.where(errors < torch.finfo(torch.float32).max, errors, torch.inf)
 
 
-def improves(errors: torch.Tensor) -> torch.Tensor:
-    """Which candidates have less error than all before them, ``(C, R)``; the first: whether its error is finite.
+class Improvements(NamedTuple):
+    """What the candidates of a search bring to some rows, in the order of the search.
 
-    >>> improves(torch.tensor([[3.0], [3.0], [2.0], [torch.inf]])).flatten().tolist()
+    Attributes:
+        improved: whether a candidate has less error than all before it, ``(C, R)``; the first: whether its error is
+            finite.
+        least: the least error of all candidates, ``(R,)``; infinite where none has a finite one.
+    """
+
+    improved: torch.Tensor
+    least: torch.Tensor
+
+
+def improvements(errors: torch.Tensor, least: torch.Tensor | None = None) -> Improvements:
+    """What candidates with these errors bring.
+
+    Args:
+        errors: ``(C, R)``, none of them NaN.
+        least: the least errors of candidates before these, ``(R,)``; None: there are none.
+
+    >>> improvements(torch.tensor([[3.0], [3.0], [2.0], [torch.inf]])).improved.flatten().tolist()
     [True, False, True, False]
     """
     improved = torch.empty(errors.shape, dtype=torch.bool, device=errors.device)
-    torch.lt(errors[0], torch.inf, out=improved[0])
-    if errors.device.type != "cpu":  # two launches for all candidates
-        least = errors.cummin(0).values
-        torch.lt(errors[1:], least[:-1], out=improved[1:])
-        return improved
+    before_first = torch.inf if least is None else least
+    torch.lt(errors[0], before_first, out=improved[0])
+    if errors.device.type != "cpu":  # few launches for all candidates
+        least_so_far = errors.cummin(0).values
+        if least is not None:
+            least_so_far = torch.minimum(least_so_far, least)
+        torch.lt(errors[1:], least_so_far[:-1], out=improved[1:])
+        return Improvements(improved, least_so_far[-1])
     # On a CPU cummin, which finds places too, takes ten times as long as this loop.
-    least = errors[0].clone()
+    least_error = errors[0].clone() if least is None else torch.minimum(errors[0], least)
     for candidate in range(1, len(errors)):
-        torch.lt(errors[candidate], least, out=improved[candidate])
-        torch.minimum(errors[candidate], least, out=least)
-    return improved
+        torch.lt(errors[candidate], least_error, out=improved[candidate])
+        torch.minimum(errors[candidate], least_error, out=least_error)
+    return Improvements(improved, least_error)
 
 
 def visited(improved: torch.Tensor, patience: int | None) -> torch.Tensor:
@@ -132,7 +156,7 @@ def last_improvement(improved: torch.Tensor, is_visited: torch.Tensor | None = N
     """The best candidate of each row, the last visited one that improved it, counted from 1; 0: none, ``(R,)``.
 
     Args:
-        improved: as :func:`improves` gives, ``(C, R)``.
+        improved: as :func:`improvements` gives, ``(C, R)``.
         is_visited: as :func:`visited` gives, ``(C,)``; None: all are.
 
     >>> improved = torch.tensor([[True, False], [True, False], [True, False]])

@@ -16,15 +16,17 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.errors import warn
-from lightning_obs.numerics.candidates import Candidates, half_of_range
+from lightning_obs.numerics.candidates import Candidates, Improvements, finite_or_infinite, half_of_range, improvements
 from lightning_obs.numerics.formats import NumberGrid
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Values that a program holds in registers; in a search fewer, where rows are short or few: more programs then run.
+# Values that a program holds in registers.
 _TILE = 4096
-_TILE_OF_SHORT_ROWS = 1024
-_SHORT = 128
+# Those of them that a warp of a search holds: several warps that share short rows would each compute all their scales.
+# Few rows are cut into small tiles that several warps share: more of the device works.
+_VALUES_OF_WARP = 1024
 _FEW_ROWS = 256
+_WARPS_OF_FEW_ROWS = 4
 # Rows that a program of the rounding holds.
 _ROWS = 16
 # Values that a program adds up.
@@ -90,8 +92,14 @@ def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     candidates = Candidates(rows.amin(1), rows.amax(1), factors)
     scale, _ = candidates.qparams(grid)
     expected = grid.error(rows.float(), scale[..., None], None).abs().pow(2.4).sum(-1)
-    errors = errors_of_ranges(rows[None, :, None], slice(0, len(rows)), None, candidates, grid, 2.4)
+    errors = torch.stack([_errors_of_candidate(rows, candidates, k, grid) for k in range(len(factors))])
     return ((errors - expected).abs() / expected).max()
+
+
+def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int, grid: NumberGrid) -> torch.Tensor:
+    """The error of one candidate on each row of ``(R, G)``, by the loop: the least of this candidate alone."""
+    alone = candidates._replace(factors=candidates.factors[number : number + 1])
+    return measure_ranges(rows[None, :, None], slice(0, len(rows)), None, alone, grid, 2.4).least
 
 
 def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
@@ -160,15 +168,19 @@ def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def errors_of_ranges(
+def measure_ranges(
     view: torch.Tensor,
     part: slice,
     importance: torch.Tensor | None,
     candidates: Candidates,
     grid: NumberGrid,
     norm: float,
-) -> torch.Tensor:
-    """``sum |q(x) - x| ** norm`` for each candidate and row, ``(C, r)``; of long rows in float64.
+    least: torch.Tensor | None = None,
+) -> Improvements:
+    """Which candidates improve some rows by their errors ``sum |q(x) - x| ** norm``.
+
+    A program has all values of some rows, and compares the candidates itself, so no errors are kept; of longer rows it
+    has a piece, and the errors are added up in float64.
 
     Args:
         view: the values ``(A, B, N, G)``; the first two dimensions number the rows.
@@ -177,22 +189,28 @@ def errors_of_ranges(
         candidates: of these rows.
         grid: the numbers of the format.
         norm: exponent of the error.
+        least: the least errors of earlier candidates, ``(r,)``; None: there are none.
     """
     rows = part.stop - part.start
     count = len(candidates.factors)
     size = view.shape[2:].numel()
-    is_small = size <= _SHORT or rows <= _FEW_ROWS
-    tile = _TILE_OF_SHORT_ROWS if is_small else _TILE
-    columns = min(tile, _power(size))
-    side = tile // columns
+    has_few_rows = rows <= _FEW_ROWS
+    columns = min(_VALUES_OF_WARP if has_few_rows else _TILE, _power(size))
+    side = max(1, _VALUES_OF_WARP // columns)
     pieces = -(-size // columns)
-    errors = torch.empty(pieces, count, rows, device=view.device)
+    is_whole = pieces == 1
+    if is_whole:
+        result = torch.empty(count, rows, dtype=torch.bool, device=view.device)
+        least_errors = _least_errors(least, rows, view.device)
+    else:
+        result = torch.empty(pieces, count, rows, device=view.device)
+        least_errors = result
     half = half_of_range(grid, candidates.low.dtype)
     scale, zero_point = candidates.qparams(grid) if half is None else (None, None)
     unused = candidates.factors if scale is None else scale
     pointers = [unused if tensor is None else tensor.contiguous() for tensor in (importance, scale, zero_point)]
     programs = -(-rows // side), pieces
-    loop = _loops_for(view).errors_of_ranges
+    loop = _loops_for(view).measure_ranges
     with torch.cuda.device_of(view):
         loop[programs](
             view,
@@ -200,7 +218,8 @@ def errors_of_ranges(
             candidates.low.contiguous(),
             candidates.high.contiguous(),
             candidates.factors.float(),
-            errors,
+            result,
+            least_errors,
             part.start,
             rows,
             view.shape[1],
@@ -213,13 +232,25 @@ def errors_of_ranges(
             torch.finfo(candidates.low.dtype).eps,
             norm=norm,
             **_of_grid(grid),
+            WHOLE=is_whole,
             SCALED=half is None,
             SHIFTED=zero_point is not None,
             WEIGHED=importance is not None,
             ROWS=side,
             COLUMNS=columns,
+            num_warps=_WARPS_OF_FEW_ROWS if has_few_rows else side * columns // _VALUES_OF_WARP,
         )
-    return errors[0] if pieces == 1 else errors.sum(0, dtype=torch.float64)
+    if is_whole:
+        return Improvements(result, least_errors)
+    errors = result.sum(0, dtype=torch.float64)
+    return improvements(finite_or_infinite(errors), least)
+
+
+def _least_errors(least: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
+    """The least errors before a measurement, ``(rows,)`` in float32, to be written over."""
+    if least is None:
+        return torch.full((rows,), torch.inf, device=device)
+    return least.to(torch.float32, copy=True)
 
 
 def round_panel(

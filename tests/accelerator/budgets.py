@@ -35,10 +35,10 @@ OBSERVERS = [
     ("histogram", "k", HEADS, Budget(11, 22.0, 0)),
     ("memoryless_minmax", "weight", GROUPS, Budget(4, 4.1, 0)),
     ("memoryless_minmax", "weight", CHANNEL, Budget(4, 4.02, 0)),
-    ("memoryless_mse", "weight", GROUPS, Budget(34, 17.81, 0)),
-    ("memoryless_mse", "weight", CHANNEL, Budget(34, 6.75, 0)),
+    ("memoryless_mse", "weight", GROUPS, Budget(28, 8.02, 0)),
+    ("memoryless_mse", "weight", CHANNEL, Budget(28, 6.13, 0)),
     ("memoryless_mse", "weight", BLOCKS, Budget(34, 6.26, 0)),
-    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(42, 434.77, 0)),
+    ("nvfp4_expanded_mse", "weight", NVFP4, Budget(19, 41.64, 0)),
 ]
 #: what an observer may ask for that has no row here: statistics of a few passes, and no read by the host
 FEW_PASSES = Budget(12, 8.01, 0)
@@ -115,15 +115,15 @@ CALIBRATIONS = {
     "FP8_DYNAMIC": Calibration("FP8_DYNAMIC", NOTHING, Budget(430, 12.6, 4), Budget(561, 21.6, 1)),
     "FP8_BLOCK": Calibration("FP8_BLOCK", NOTHING, Budget(428, 12.68, 4), Budget(565, 22.39, 1)),
     "FP8 in small blocks, mse": Calibration(
-        SMALL_BLOCKS, NOTHING, Budget(850, 14.85, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
+        SMALL_BLOCKS, NOTHING, Budget(754, 13.39, 4), Budget(169, 17.6, 1), weights("memoryless_mse")
     ),
     "W4A16": Calibration(INT4, NOTHING, Budget(444, 13.51, 4), Budget(155, 17.04, 1)),
-    "W4A16 mse": Calibration(INT4, NOTHING, Budget(864, 27.94, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
+    "W4A16 mse": Calibration(INT4, NOTHING, Budget(768, 16.31, 4), Budget(155, 17.04, 1), weights("memoryless_mse")),
     "W4A16 imatrix_mse": Calibration(
-        INT4, Budget(64, 1.57, 0), Budget(947, 28.23, 6), Budget(155, 17.04, 1), weights("imatrix_mse")
+        INT4, Budget(64, 1.57, 0), Budget(853, 16.61, 6), Budget(155, 17.04, 1), weights("imatrix_mse")
     ),
     "W4A16 local_hessian": Calibration(
-        INT4, Budget(48, 2.47, 0), Budget(1507, 494.11, 6), Budget(155, 17.04, 1), weights("local_hessian")
+        INT4, Budget(48, 2.47, 0), Budget(1483, 489.38, 6), Budget(155, 17.04, 1), weights("local_hessian")
     ),
     "W4A16 hessian": Calibration(
         INT4, Budget(48, 5.48, 0), Budget(13023, 2221.66, 6), Budget(155, 17.04, 1), weights("hessian")
@@ -137,7 +137,7 @@ CALIBRATIONS = {
     ),
     "NVFP4": Calibration("NVFP4", Budget(44, 0.34, 0), Budget(906, 15.32, 5), Budget(799, 56, 1)),
     "NVFP4 expanded": Calibration(
-        "NVFP4", Budget(44, 0.34, 0), Budget(1202, 141.26, 5), Budget(799, 56, 1), weights("nvfp4_expanded_mse")
+        "NVFP4", Budget(44, 0.34, 0), Budget(1082, 26.07, 5), Budget(799, 56, 1), weights("nvfp4_expanded_mse")
     ),
     "MXFP4": Calibration("MXFP4", NOTHING, Budget(640, 14.33, 4), Budget(953, 52.4, 1)),
     "experts, siblings": Calibration(

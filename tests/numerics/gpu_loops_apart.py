@@ -18,7 +18,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
 
 from lightning_obs.numerics import on_gpu, rounding
-from lightning_obs.numerics.candidates import Candidates, shrink_factors
+from lightning_obs.numerics.candidates import Candidates, improvements, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.histogram import BINS
 from lightning_obs.numerics.search import torch_loop
@@ -47,7 +47,14 @@ def largest_difference(args: QuantizationArgs, values: torch.Tensor, importance:
     low, high = (end[part] for end in rows.observed_range())
     candidates = Candidates(low, high, torch.tensor(FACTORS, dtype=torch.float64))
     expected = torch_loop.errors_of(rows, part, candidates, search)
-    found = on_gpu.errors_of_ranges(values, part, importance, candidates, search.grid, search.norm)
+    found = torch.empty(expected.shape, dtype=torch.float32 if rows.size <= 4096 else torch.float64)
+    for k in range(len(FACTORS)):  # the least error of one candidate is its error
+        alone = candidates._replace(factors=candidates.factors[k : k + 1])
+        found[k] = on_gpu.measure_ranges(values, part, importance, alone, search.grid, search.norm).least
+    together = on_gpu.measure_ranges(values, part, importance, candidates, search.grid, search.norm)
+    improved, least = improvements(found)
+    assert torch.equal(together.improved, improved)
+    assert torch.equal(together.least, least)
     return ((found - expected).abs() / expected).max().item()
 
 
@@ -111,21 +118,23 @@ def compile_loops() -> None:
     from lightning_obs.numerics.kernels import gpu_loops
 
     numbers = ("half", "eps", "norm", "low", "high", "smallest", "rounder")
-    pointers = ("importance", "scales", "zeros", "factors", "out", "left", "step", "factor", "levels", "errors")
-    types = dict.fromkeys(numbers, "fp32") | dict.fromkeys(pointers, "*fp32")
+    of_searches = ("importance", "scales", "zeros", "factors", "least_errors")
+    of_roundings = ("left", "step", "factor", "levels", "errors")
+    types = dict.fromkeys(numbers, "fp32") | dict.fromkeys(of_searches + of_roundings, "*fp32")
     flat = {"values": "*i16", "tables": "*i32"}, {"values": "*bf16", "out": "*fp64"}
     for generation in (80, 90):
         print(f"counts {generation}: {instructions(gpu_loops.count_patterns, flat[0], {'BLOCK': 4096}, generation)}")
         fixed = {"SPAN": 1 << 15, "BLOCK": 4096}
         print(f"moments {generation}: {instructions(gpu_loops.moments, flat[1], fixed, generation)}")
         for dtype in ("bf16", "fp32"):
-            for scaled in (False, True):
-                ends = dict.fromkeys(("values", "low_ends", "high_ends"), f"*{dtype}")
-                fixed = {"INTEGERS": True, "SCALED": scaled, "SHIFTED": scaled, "WEIGHED": True}
-                found = instructions(
-                    gpu_loops.errors_of_ranges, types | ends, fixed | {"ROWS": 32, "COLUMNS": 128}, generation
-                )
-                print(f"search {generation} {dtype} {'scales' if scaled else 'ranges'}: {found}")
+            ends = dict.fromkeys(("values", "low_ends", "high_ends"), f"*{dtype}")
+            for form in ("ranges", "scales", "pieces of rows"):
+                scaled, whole = form == "scales", form != "pieces of rows"
+                fixed = {"INTEGERS": True, "WHOLE": whole, "SCALED": scaled, "SHIFTED": scaled, "WEIGHED": True}
+                fixed |= {"ROWS": 8, "COLUMNS": 128} if whole else {"ROWS": 1, "COLUMNS": 4096}
+                out = {"out": "*i1" if whole else "*fp32"}
+                found = instructions(gpu_loops.measure_ranges, types | ends | out, fixed, generation)
+                print(f"search {generation} {dtype} {form}: {found}")
         fixed = {"INTEGERS": False, "ROWS": 16, "PANEL": 128}
         print(f"rounding {generation}: {instructions(gpu_loops.round_panel, types, fixed, generation)}")
 

@@ -58,10 +58,11 @@ def _nearest(value, low, high, smallest, rounder, INTEGERS):
     return near + power - power
 
 
-def _errors_of_ranges(
-    values, importance, scales, zeros, low_ends, high_ends, factors, out, first, rows, across, wide, size,
+def _measure_ranges(
+    values, importance, scales, zeros, low_ends, high_ends, factors, out, least_errors, first, rows, across, wide, size,
     _a, _b, _n, _g, repeats, candidates, half, eps,
-    *, norm, low, high, smallest, rounder, INTEGERS, SCALED, SHIFTED, WEIGHED, ROWS, COLUMNS, enable_fp_fusion,
+    *, norm, low, high, smallest, rounder, INTEGERS, WHOLE, SCALED, SHIFTED, WEIGHED, ROWS, COLUMNS, enable_fp_fusion,
+    num_warps,
 ):  # fmt: skip
     value = values.flatten(0, 1)[first : first + rows].flatten(1).float()
     if WEIGHED:
@@ -74,10 +75,14 @@ def _errors_of_ranges(
             scale = (torch.maximum(-below, above).clamp(min=0) / half).to(low_ends.dtype).float()
             scale = torch.where(scale == 0, eps, scale)
         zero = zeros[candidate][:, None] if SHIFTED else 0
-        level = _nearest(value / scale[:, None] + zero, low, high, smallest, rounder, INTEGERS) - zero
+        level = _nearest(value * (1 / scale)[:, None] + zero, low, high, smallest, rounder, INTEGERS) - zero
         lost = (level * scale[:, None] - value).abs().pow(norm)
-        for piece, part in zip(out, (lost * weight if WEIGHED else lost).split(COLUMNS, 1), strict=True):
-            piece[candidate] = part.sum(1)
+        errors = [part.sum(1) for part in (lost * weight if WEIGHED else lost).split(COLUMNS, 1)]
+        if WHOLE:
+            out[candidate] = errors[0] < least_errors
+            least_errors[out[candidate]] = errors[0][out[candidate]]
+        else:
+            out[:, candidate] = torch.stack(errors)
 
 
 def _round_panel(
@@ -96,7 +101,7 @@ class Loops:
 
     count_patterns = Loop(_count_patterns)
     moments = Loop(_moments)
-    errors_of_ranges = Loop(_errors_of_ranges)
+    measure_ranges = Loop(_measure_ranges)
     round_panel = Loop(_round_panel)
 
 

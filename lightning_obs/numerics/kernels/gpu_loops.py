@@ -1,7 +1,8 @@
 """Loops that Triton compiles for a GPU, where torch would need launches for each candidate and column, or copies.
 
-A search and a rounding compute as :class:`~lightning_obs.numerics.formats.NumberGrid` does, operation for operation:
-divisions are rounded to nearest, products and sums not fused. A power is ``exp2(norm * log2(|d|))``, to six digits.
+A rounding computes as :class:`~lightning_obs.numerics.formats.NumberGrid` does, operation for operation: divisions are
+rounded to nearest, products and sums not fused. So are the scales of a search; a value is then multiplied by one over
+its scale, and a power is ``exp2(norm * log2(|d|))``, to six digits.
 
 Triton comes with torch's builds for CUDA. Only :mod:`lightning_obs.numerics.on_gpu` imports this module.
 """
@@ -66,7 +67,7 @@ def nearest(value, low, high, INTEGERS: tl.constexpr, smallest, rounder):
 
 
 @triton.jit
-def errors_of_ranges(
+def measure_ranges(
     values,
     importance,
     scales,
@@ -75,6 +76,7 @@ def errors_of_ranges(
     high_ends,
     factors,
     out,
+    least_errors,
     first,
     rows,
     across,
@@ -94,6 +96,7 @@ def errors_of_ranges(
     smallest,
     rounder,
     INTEGERS: tl.constexpr,
+    WHOLE: tl.constexpr,
     SCALED: tl.constexpr,
     SHIFTED: tl.constexpr,
     WEIGHED: tl.constexpr,
@@ -102,9 +105,11 @@ def errors_of_ranges(
 ):
     """Add up ``|q(x) - x| ** norm * importance`` of each candidate, over COLUMNS values of ROWS rows.
 
-    ``out`` is (pieces of a row, candidates, rows). A candidate's scale is read from ``scales``, (candidates, rows), as
-    ``zeros`` is, or it is the magnitude of the row's range times a factor, divided by ``half``, each rounded to the
-    dtype of the ends; ``eps`` if that is zero.
+    Of WHOLE rows, ``out`` is (candidates, rows): whether a candidate has less error than ``least_errors``, (rows,), of
+    those before it, which it takes the place of. Else ``out`` are the errors, (pieces of a row, candidates, rows).
+
+    A candidate's scale is read from ``scales``, (candidates, rows), as ``zeros`` is, or it is the magnitude of the
+    row's range times a factor, divided by ``half``, each rounded to the dtype of the ends; ``eps`` if that is zero.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -119,6 +124,8 @@ def errors_of_ranges(
         weight = tl.load(importance + (number % repeats)[:, None] * wide + g[None, :], within, other=0.0)
     least = tl.load(low_ends + row, row < rows, other=0.0)
     most = tl.load(high_ends + row, row < rows, other=0.0)
+    if WHOLE:
+        least_error = tl.load(least_errors + row, row < rows, other=0.0)
     for candidate in range(candidates):
         at = candidate * rows + row
         if SCALED:
@@ -130,8 +137,9 @@ def errors_of_ranges(
             size_of_range = tl.maximum(tl.maximum(-below, above), 0.0)
             scale = tl.div_rn(size_of_range, tl.zeros((ROWS,), tl.float32) + half).to(least.dtype).to(tl.float32)
             scale = tl.where(scale == 0, eps, scale)
+        inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)
         scale = scale[:, None]
-        level = tl.div_rn(x, tl.broadcast_to(scale, (ROWS, COLUMNS)))
+        level = x * inverse[:, None]
         zero = scale
         if SHIFTED:
             zero = tl.load(zeros + at, row < rows, other=0.0)[:, None]
@@ -143,7 +151,15 @@ def errors_of_ranges(
         if WEIGHED:
             lost = lost * weight
         total = tl.sum(tl.where(within, lost, 0.0), 1)
-        tl.store(out + (tl.program_id(1) * candidates + candidate).to(tl.int64) * rows + row, total, row < rows)
+        if WHOLE:
+            improves = total < least_error
+            tl.store(out + at, improves, row < rows)
+            least_error = tl.where(improves, total, least_error)
+        else:
+            piece = tl.program_id(1).to(tl.int64) * candidates * rows
+            tl.store(out + piece + at, total, row < rows)
+    if WHOLE:
+        tl.store(least_errors + row, least_error, row < rows)
 
 
 @triton.jit

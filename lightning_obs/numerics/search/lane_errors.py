@@ -1,11 +1,12 @@
-"""Errors of all candidates of a scale in one visit of its values: the loop that numba compiles for a CPU.
+"""All candidates of a scale in one visit of its values: the loop that numba compiles for a CPU.
 
 A block of rows is read into lanes (:mod:`.lanes`), and measured with one candidate after the other. Rows are read in
 units of a power of two near their largest magnitude, so no error overflows and none vanishes; scales are taken in the
-same unit.
+same unit. A block's errors are compared while they are near the core: of whole rows none is kept.
 
 A candidate of long rows is given up where it certainly loses more than an earlier one: where the clipping of the
-largest value alone does, or the values that were measured so far. That saves a third of the time for 8 bits.
+largest value alone does, or the values that were measured so far. That saves a third of the time for 8 bits. An MX
+format has few scales between its first candidate and its last, powers of two: each is measured once.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit
 from lightning_obs.numerics.search.arithmetic import error_of, power_of
+from lightning_obs.numerics.search.lane_scales import Scales, divide, take_exponents, take_powers, take_units
 from lightning_obs.numerics.search.lanes import LANES, Source, add_up, lanes, lanes_of, load, spread
 
 # In a block of at most so many rows a candidate may be given up, each time after so many steps.
 _MOST_ROWS = 4
 _STEPS = 8
 f32 = np.float32
+i32 = np.int32
 # An error that is larger than another by this factor is certainly larger.
 _CERTAINLY = f32(1.01)
 _INFINITY = f32(np.inf)
@@ -36,19 +39,18 @@ class Span(NamedTuple):
     is_whole: bool  # whether all values of a row are there, so that a candidate may be given up
 
 
-class Scales(NamedTuple):
-    """The candidates of R rows."""
-
-    units: Any  # factor by which the values of a row and its scales are multiplied, (R,)
-    scales: Any  # of each candidate, (C, R)
-    zeros: Any  # zero points, (C, R); empty: all are 0
-
-
 class Measure(NamedTuple):
     """How errors are measured: the numbers of the format, and the exponent of an error."""
 
     numbers: Any
     exponent: Any
+
+
+class Outcome(NamedTuple):
+    """What candidates bring to R whole rows."""
+
+    improved: Any  # whether a candidate has less error than all before it, (C, R)
+    least: Any  # the least error of each row before, and after, (R,)
 
 
 class Block(NamedTuple):
@@ -57,6 +59,7 @@ class Block(NamedTuple):
     side: int  # rows of a full block
     values: Any  # (steps, LANES)
     weights: Any  # the same; no steps: all weigh 1
+    units: Any  # factor on the values of each row, and on its scales
 
 
 class Candidate(NamedTuple):
@@ -68,6 +71,7 @@ class Candidate(NamedTuple):
     high: Any  # the largest number, less the zero point
     total: Any  # sum of the errors
     sums: Any  # of each row, while the total is not complete
+    exponents: Any  # of MX scales, in the bits of float32
 
 
 class Least(NamedTuple):
@@ -79,8 +83,10 @@ class Least(NamedTuple):
 
 
 @jit()
-def sum_errors(values: Source, weights: Source, span: Span, scales: Scales, measure: Measure, errors: Any) -> None:
-    """Add up the errors of each candidate over each of some rows.
+def measure_rows(
+    values: Source, weights: Source, span: Span, scales: Scales, measure: Measure, errors: Any, outcome: Outcome
+) -> None:
+    """Measure candidates on some rows.
 
     Args:
         values: where the rows are.
@@ -88,16 +94,19 @@ def sum_errors(values: Source, weights: Source, span: Span, scales: Scales, meas
         span: the R rows, and those of them that are measured.
         scales: the candidates of the R rows.
         measure: numbers and exponent.
-        errors: receives the errors in the unit of each row, ``(C, R)``; infinite where one is not finite, and where a
-            candidate is given up.
+        errors: memory for the errors of a block, ``(C, rows of a block)``. At the end it has those of the last block,
+            in the unit of each row: infinite where one is not finite, and where a candidate is given up.
+        outcome: receives what the candidates bring; without rows nothing is compared.
     """
     size = values.shape[2] * values.shape[3]
     share = lanes_of(size)
     side = LANES // share
     steps = -(-size // share)
     is_weighed = weights.bits.size > 0
-    block = Block(side, np.empty((steps, LANES), f32), np.empty((steps if is_weighed else 0, LANES), f32))
-    candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes())
+    memory = np.empty((steps, LANES), f32)
+    weight_memory = np.empty((steps if is_weighed else 0, LANES), f32)
+    block = Block(side, memory, weight_memory, np.empty(side, f32))
+    candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), np.zeros(LANES, i32))
     candidate.low[:] = measure.numbers.low
     candidate.high[:] = measure.numbers.high
     least = Least(lanes(), lanes(), lanes())
@@ -105,11 +114,34 @@ def sum_errors(values: Source, weights: Source, span: Span, scales: Scales, meas
     may_give_up = span.is_whole and side <= _MOST_ROWS
     for row in range(span.start, span.stop, side):
         end = min(row + side, span.stop)
-        units = scales.units[row:end]
+        units = block.units[: end - row]
+        take_units(scales.largest[row:end], units)
         load(values, span.first + row, units, block.values)
         if is_weighed:
             load(weights, span.first + row, ones[: end - row], block.weights)
         measure_block(block, row, end, scales, measure, may_give_up, candidate, least, errors)
+        if outcome.least.size:
+            compare(errors, row, end, outcome)
+
+
+@jit()
+def compare(errors: Any, start: int, stop: int, outcome: Outcome) -> None:
+    """Note what the candidates bring to the rows of a block.
+
+    Args:
+        errors: of the rows, ``(C, rows)``.
+        start: number of the first of them among the R rows of ``outcome``.
+        stop: the one after the last.
+        outcome: receives it.
+    """
+    least = outcome.least[start:stop]
+    for k in range(errors.shape[0]):
+        candidate_errors = errors[k]
+        improved = outcome.improved[k][start:stop]
+        for r in range(least.size):
+            error = candidate_errors[r]
+            improved[r] = error < least[r]
+            least[r] = min(error, least[r])
 
 
 @jit("contract")
@@ -124,7 +156,7 @@ def measure_block(
     least: Least,
     errors: Any,
 ) -> None:
-    """Write the errors of the rows of a block. Apart from :func:`sum_errors`, which is compiled for each dtype.
+    """Write the errors of the rows of a block. Apart from :func:`measure_rows`, which is compiled for each dtype.
 
     Args:
         block: the rows.
@@ -135,49 +167,57 @@ def measure_block(
         may_give_up: whether candidates may be given up.
         candidate: memory.
         least: memory.
-        errors: receives the errors, ``(C, R)``.
+        errors: receives the errors, ``(C, rows)``.
     """
     count = stop - start
     if may_give_up:
         read_ends(block, least)
     may_clip = may_give_up and block.weights.shape[0] == 0
     for k in range(errors.shape[0]):
-        errors_of_candidate = errors[k][start:stop]
-        take(candidate, k, start, stop, scales, measure.numbers, block.side)
+        candidate_errors = errors[k][:count]
+        take(candidate, k, start, stop, scales, measure.numbers, block)
         is_given_up = may_clip and clips_too_much(candidate, count, measure, least)
         if not is_given_up:
             is_given_up = add_candidate(block, measure, may_give_up, count, candidate, least)
         if is_given_up:
-            errors_of_candidate[:] = _INFINITY
+            candidate_errors[:] = _INFINITY
             continue
         add_up(candidate.total, block.side)
         for r in range(count):
             error = candidate.total[r]
-            errors_of_candidate[r] = error if error < _INFINITY else _INFINITY  # a NaN
+            candidate_errors[r] = error if error < _INFINITY else _INFINITY  # a NaN
         if may_give_up:
             for r in range(count):
-                least.error[r] = min(least.error[r], errors_of_candidate[r])
+                least.error[r] = min(least.error[r], candidate_errors[r])
 
 
 @jit("contract", inline=True)
-def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, numbers: Any, side: int) -> None:
+def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, numbers: Any, block: Block) -> None:
     """Make ``candidate`` the one of number ``k`` for the rows from ``start`` to ``stop``."""
     # Slices of one row of a matrix: others are not known to be contiguous, and loops over them are not vectorised.
-    stored = scales.scales[k][start:stop]
-    units = scales.units[start:stop]
-    for r in range(units.size):
-        scale = stored[r] * units[r]
-        candidate.scale[r] = scale
-        candidate.inverse[r] = f32(1) / scale
-    spread(candidate.scale, side)
-    spread(candidate.inverse, side)
+    largest = scales.largest[start:stop]
+    scale = candidate.scale[: stop - start]
+    if scales.stored.shape[0]:
+        scale[:] = scales.stored[k][start:stop]
+    elif scales.rule.mx_round:
+        exponents = candidate.exponents[: stop - start]
+        take_exponents(largest, scales.factors[k], scales.rule, exponents)
+        take_powers(exponents, scales.rule, scale)
+    else:
+        divide(largest, scales.factors[k], scales.rule, scale)
+    units = block.units
+    for r in range(scale.size):
+        scale[r] *= units[r]
+        candidate.inverse[r] = f32(1) / scale[r]
+    spread(candidate.scale, block.side)
+    spread(candidate.inverse, block.side)
     if scales.zeros.shape[0]:
         zeros = scales.zeros[k][start:stop]
         for r in range(zeros.size):
             candidate.low[r] = numbers.low - zeros[r]
             candidate.high[r] = numbers.high - zeros[r]
-        spread(candidate.low, side)
-        spread(candidate.high, side)
+        spread(candidate.low, block.side)
+        spread(candidate.high, block.side)
 
 
 @jit("contract", inline=True)

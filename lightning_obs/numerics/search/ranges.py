@@ -23,7 +23,7 @@ import torch
 
 from lightning_obs.numerics.candidates import (
     Candidates,
-    improves,
+    Improvements,
     last_improvement,
     on_device,
     shrink,
@@ -34,9 +34,10 @@ from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.loops import Loop, loop_for
 from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
 
-# Errors that are kept at once: on a CPU few, which stay near the core, else as many as few launches make.
-_ERRORS_ON_CPU = 1 << 20
-_ERRORS = 1 << 21
+# Pairs of a candidate and a row that are measured at once, a byte each: on a CPU enough for a thread on each core, else
+# as many as few launches make.
+_PAIRS_ON_CPU = 1 << 22
+_PAIRS = 1 << 25
 
 
 def search_range(
@@ -104,7 +105,7 @@ class _Visit:
         rows: the rows.
         ends: their expanded ranges, ``(2, R)``.
         search: candidates and error.
-        loop: that measures the errors.
+        loop: that measures the candidates.
     """
 
     def __init__(self, rows: Rows, ends: torch.Tensor, search: GridSearch, loop: Loop) -> None:
@@ -130,26 +131,27 @@ class _Visit:
 
     def _improved_parts(self) -> Iterator[torch.Tensor]:
         """Which candidates improve the rows of each part, ``(C, r)``."""
-        at_once = _ERRORS_ON_CPU if self.rows.device.type == "cpu" else _ERRORS
+        at_once = _PAIRS_ON_CPU if self.rows.device.type == "cpu" else _PAIRS
         candidates = len(self.factors)
         length = at_once // candidates
         for part in self.rows.parts(slice(0, self.rows.count), length):
-            yield improves(self._errors(part, self.factors))
+            yield self._measure(part, self.factors, None).improved
 
     def _improved_until_the_end(self, limit: int) -> torch.Tensor:
         """Which candidates improve all rows, ``(C, R)``, up to the one that ends the search."""
         everything = slice(0, self.rows.count)
-        errors = torch.empty(0, self.rows.count)
+        improved = torch.empty(0, self.rows.count, dtype=torch.bool)
+        least = None
         idle = 0
-        while idle < limit and len(errors) < len(self.factors):
-            wanted = slice(len(errors), len(errors) + limit - idle)
-            errors = torch.cat([errors, self._errors(everything, self.factors[wanted])])
-            improved = improves(errors)
+        while idle < limit and len(improved) < len(self.factors):
+            wanted = slice(len(improved), len(improved) + limit - idle)
+            further, least = self._measure(everything, self.factors[wanted], least)
+            improved = torch.cat([improved, further])
             latest = last_improvement(improved).max().item()
-            idle = len(errors) - int(latest)
+            idle = len(improved) - int(latest)
         return improved
 
-    def _errors(self, part: slice, factors: torch.Tensor) -> torch.Tensor:
-        """Errors of candidates on consecutive rows, ``(C, r)``."""
+    def _measure(self, part: slice, factors: torch.Tensor, least: torch.Tensor | None) -> Improvements:
+        """What candidates bring to consecutive rows, given the least errors of earlier candidates."""
         candidates = Candidates(self.ends[0, part], self.ends[1, part], factors)
-        return self.loop(self.rows, part, candidates, self.search)
+        return self.loop(self.rows, part, candidates, self.search, least)

@@ -12,25 +12,44 @@ from __future__ import annotations
 
 import torch
 
-from lightning_obs.numerics.candidates import Candidates, finite_or_infinite
+from lightning_obs.numerics.candidates import Candidates, Improvements, finite_or_infinite, improvements
 from lightning_obs.numerics.qparams import exact_products, tile_size
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Rows
 
 # Elements of a tile on a CPU, where it should stay near the core.
 _TILE = 1 << 17
+# Errors of candidates that are kept at once.
+_ERRORS = 1 << 21
 # Up to this size torch runs an elementwise operation on one thread.
 _SERIAL = (1 << 15) - 64
 
 
+def measure(
+    rows: Rows, part: slice, candidates: Candidates, search: GridSearch, least: torch.Tensor | None = None
+) -> Improvements:
+    """Which candidates improve consecutive rows; see :data:`.loops.Loop`."""
+    length = _ERRORS // len(candidates.factors)
+    flags = []
+    least_errors = []
+    for few in rows.parts(part, length):
+        columns = slice(few.start - part.start, few.stop - part.start)
+        errors = errors_of(rows, few, candidates.of_rows(columns), search)
+        improved, least_error = improvements(errors, None if least is None else least[columns])
+        flags.append(improved)
+        least_errors.append(least_error)
+    if len(flags) == 1:
+        return Improvements(flags[0], least_errors[0])
+    return Improvements(torch.cat(flags, 1), torch.cat(least_errors))
+
+
 def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
-    """Errors of candidates on consecutive rows, ``(C, r)``; see :data:`.loops.Loop`."""
+    """Errors of candidates on consecutive rows, ``(C, r)``; infinite where one is not finite."""
     length = tile_size(rows.device, _TILE) // rows.size
     errors = []
     for tile in rows.parts(part, length):
         columns = slice(tile.start - part.start, tile.stop - part.start)
-        candidates_of_tile = Candidates(candidates.low[columns], candidates.high[columns], candidates.factors)
-        errors.append(_errors_of_tile(rows, tile, candidates_of_tile, search))
+        errors.append(_errors_of_tile(rows, tile, candidates.of_rows(columns), search))
     return errors[0] if len(errors) == 1 else torch.cat(errors, 1)
 
 

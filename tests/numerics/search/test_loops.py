@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_obs
-from lightning_obs.numerics.candidates import Candidates, shrink_factors
+from lightning_obs.numerics.candidates import Candidates, improvements, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
-from lightning_obs.numerics.search import arithmetic, numba_loop, torch_loop
+from lightning_obs.numerics.search import arithmetic, lane_scales, numba_loop, torch_loop
 from lightning_obs.numerics.search import rows as rows_module
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import range_of_rows, search_range
@@ -75,7 +75,7 @@ def exact_errors(rows, search):
 def assert_least_error(rows, search):
     """The error of the chosen candidate is the least, but for a tie; without a finite error, the range is kept."""
     assert numba_loop.can_run(rows, search)
-    low, high = range_of_rows(rows, search, numba_loop.errors_of)
+    low, high = range_of_rows(rows, search, numba_loop.measure)
     candidates = candidates_of(rows, search)
     lows, highs = candidates.ranges()
     errors = exact_errors(rows, search)
@@ -132,11 +132,45 @@ def test_rows_of_every_length_fill_a_block(name, size):
 def test_errors_are_those_of_torchs_loop(name):
     rows = Rows((torch.randn(300, 200) * torch.rand(300, 1))[None, :, None])
     search = search_for(name)
-    everything = slice(0, rows.count)
     candidates = candidates_of(rows, search)
-    errors, expected = (loop.errors_of(rows, everything, candidates, search) for loop in (numba_loop, torch_loop))
-    units = numba_loop._units_of(candidates).double() ** search.norm
-    torch.testing.assert_close(errors / units, expected.double(), rtol=1e-5, atol=0)
+    expected = torch_loop.errors_of(rows, slice(0, rows.count), candidates, search)
+    errors = errors_of_loop(rows, candidates, search)
+    units = torch.ones(rows.count)
+    lane_scales.take_units(torch.maximum(-candidates.low, candidates.high).numpy(), units.numpy())
+    torch.testing.assert_close(errors / units.double() ** search.norm, expected.double(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("size", [16, 100, 5000])
+def test_candidates_measured_together_improve_what_they_improve_one_by_one(name, size):
+    rows = Rows((torch.randn(300, size) * torch.rand(300, 1))[None, :, None])
+    search = search_for(name)
+    candidates = candidates_of(rows, search)
+    improved, least = numba_loop.measure(rows, slice(0, rows.count), candidates, search)
+    one_by_one = improvements(errors_of_loop(rows, candidates, search))
+    assert torch.equal(improved, one_by_one.improved)
+    assert torch.equal(least, one_by_one.least)
+
+
+def errors_of_loop(rows, candidates, search):
+    """Errors by the compiled loop, ``(C, R)``: the least error of one candidate is its error."""
+    errors = []
+    for k in range(len(candidates.factors)):
+        alone = candidates._replace(factors=candidates.factors[k : k + 1])
+        errors.append(numba_loop.measure(rows, slice(0, rows.count), alone, search).least)
+    return torch.stack(errors)
+
+
+@pytest.mark.parametrize("loop", [numba_loop.measure, torch_loop.measure])
+def test_a_measurement_goes_on_from_the_least_errors_before_it(loop):
+    rows = Rows(torch.randn(1, 300, 1, 64))
+    everything = slice(0, rows.count)
+    candidates = candidates_of(rows, INT4)
+    together = loop(rows, everything, candidates, INT4, None)
+    first = loop(rows, everything, candidates._replace(factors=candidates.factors[:7]), INT4, None)
+    second = loop(rows, everything, candidates._replace(factors=candidates.factors[7:]), INT4, first.least)
+    assert torch.equal(torch.cat([first.improved, second.improved]), together.improved)
+    assert torch.equal(second.least, together.least)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -147,10 +181,26 @@ def test_scales_are_those_of_compressed_tensors(name, dtype):
     ends[:3] = torch.tensor([[0.0, 0.0], [1e-45, 1e-45], [-1e-39, 1e-38]])
     low, high = ends.sort(1).values.to(dtype).unbind(1)
     candidates = Candidates(low, high, torch.tensor(FACTORS, dtype=torch.float64))
-    scale, zero_point = numba_loop.qparams_of(candidates, grid)
-    expected_scale, expected_zero_point = candidates.qparams(grid)
-    assert torch.equal(scale, expected_scale)
-    assert zero_point is None or torch.equal(zero_point, expected_zero_point)
+    assert_scales_are_compressed_tensors(candidates, grid)
+
+
+def assert_scales_are_compressed_tensors(candidates, grid):
+    scales = lane_scales.scales_of(candidates, grid)
+    expected, zero_point = candidates.qparams(grid)
+    if scales.stored.size:
+        assert torch.equal(torch.from_numpy(scales.stored), expected)
+        assert zero_point is None or torch.equal(torch.from_numpy(scales.zeros), zero_point)
+        return
+    assert zero_point is None
+    computed = torch.empty_like(expected)
+    exponents = np.empty(expected.shape[1], np.int32)
+    for factor, computed_scales in zip(scales.factors, computed.numpy(), strict=True):
+        if scales.rule.mx_round:
+            lane_scales.take_exponents(scales.largest, factor, scales.rule, exponents)
+            lane_scales.take_powers(exponents, scales.rule, computed_scales)
+        else:
+            lane_scales.divide(scales.largest, factor, scales.rule, computed_scales)
+    assert torch.equal(computed, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,10 +213,9 @@ def test_powers_of_two_are_those_of_compressed_tensors_up_to_the_ends_of_float32
         [largest.to(dtype), torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny], dtype=dtype)]
     )
     candidates = Candidates(-largest, largest / 2, torch.tensor(FACTORS, dtype=torch.float64))
-    scale, _ = numba_loop.qparams_of(candidates, grid)
-    expected, _ = candidates.qparams(grid)
-    assert torch.equal(scale, expected)
+    scale, _ = candidates.qparams(grid)
     assert scale.isinf().any()
+    assert_scales_are_compressed_tensors(candidates, grid)
 
 
 @pytest.fixture
@@ -214,7 +263,7 @@ def test_the_first_of_equal_candidates_is_chosen(name):
     search = search_for(name)
     assert_least_error(rows, search)
     twice = search._replace(factors=[factor for factor in FACTORS for _ in range(2)])
-    errors = numba_loop.errors_of(rows, slice(0, 50), candidates_of(rows, twice), twice)
+    errors = errors_of_loop(rows, candidates_of(rows, twice), twice)
     assert torch.equal(errors[::2], errors[1::2])
 
 
@@ -222,8 +271,8 @@ def test_where_errors_leave_float32_the_loop_finds_the_least_and_torchs_keeps_th
     rows = Rows(torch.randn(1, 20, 1, 64) * 1e30)
     search = search_for("int4")
     low, _ = rows.observed_range()
-    assert torch.equal(range_of_rows(rows, search, torch_loop.errors_of)[0], low)
-    assert not torch.equal(range_of_rows(rows, search, numba_loop.errors_of)[0], low)
+    assert torch.equal(range_of_rows(rows, search, torch_loop.measure)[0], low)
+    assert not torch.equal(range_of_rows(rows, search, numba_loop.measure)[0], low)
     assert_least_error(rows, search)
 
 

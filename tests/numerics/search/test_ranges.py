@@ -172,9 +172,9 @@ def test_the_tile_changes_nothing_but_rounding(shape, tile, monkeypatch):
     observed = torch.randn(shape)
     search = GridSearch(NumberGrid.of(FORMATS["int4"]), FACTORS, None)
     rows = rows_of_observed(observed)
-    results = [ranges.range_of_rows(rows, search, torch_loop.errors_of)]
+    results = [ranges.range_of_rows(rows, search, torch_loop.measure)]
     monkeypatch.setattr(torch_loop, "_TILE", tile)
-    results.append(ranges.range_of_rows(rows, search, torch_loop.errors_of))
+    results.append(ranges.range_of_rows(rows, search, torch_loop.measure))
     errors = []
     for low, high in results:
         found = low.reshape(shape[1:-1]), high.reshape(shape[1:-1])
