@@ -6,7 +6,8 @@ recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -24,9 +25,11 @@ from lightning_obs.numerics.fake_quantize import (
     dequantize,
     fake_quantize,
     fake_quantize_dynamic,
+    fake_quantize_without_graph,
     straight_through,
 )
 from lightning_obs.numerics.qparams import ATTENTION
+from lightning_obs.numerics.scratch import Scratch
 
 #: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
@@ -52,6 +55,8 @@ class Switch:
     activations: bool = True
     #: quantizes and dequantizes instead of the functions of numerics; None: those functions
     writer: Writer | None = None
+    #: memory for the quantized weight of one Linear after the other, in training
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 @dataclass
@@ -222,6 +227,7 @@ class StaticQuantizer:
         codes: integers of a weight that a rounding chose, which take the place of the nearest; or None.
         is_scale_learned: whether the codes' gradient goes to the scale instead of the weight.
         observations: how many observations an activation stacks.
+        scratch: lends memory for a weight.
     """
 
     args: QuantizationArgs
@@ -230,17 +236,20 @@ class StaticQuantizer:
     codes: torch.Tensor | None
     is_scale_learned: bool
     observations: int = 1
+    scratch: Scratch = field(default_factory=Scratch)
 
     @classmethod
     def of(cls, module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1) -> StaticQuantizer:
         """Of one of a module's tensors, whose range is known."""
+        quantization = quantization_of(module)
         return cls(
             args=args,
             zero_point=getattr(module, f"{base_name}_zero_point", None),
             global_scale=getattr(module, f"{base_name}_global_scale", None),
             codes=getattr(module, ROUNDED, None) if base_name == "weight" else None,
-            is_scale_learned=base_name in quantization_of(module).learned_scales,
+            is_scale_learned=base_name in quantization.learned_scales,
             observations=observations,
+            scratch=quantization.switch.scratch,
         )
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -257,11 +266,25 @@ class StaticQuantizer:
             observations=self.observations,
         )
 
+    @contextmanager
+    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The quantized tensor for a ``with`` block, in memory that others overwrite afterwards, without gradients."""
+        if self.codes is not None:
+            yield self(value, scale)
+            return
+        with self.scratch.lend(value) as memory:
+            yield fake_quantize_without_graph(
+                value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+            )
+
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The gradient of the tensor from that of the quantized one, which may be changed in place."""
         if self.codes is not None:
             return gradient
-        return clip_gradient_(gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale)
+        with self.scratch.lend(value) as memory:
+            return clip_gradient_(
+                gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+            )
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:

@@ -10,6 +10,7 @@ which plain training does not.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,9 @@ class Quantizer(Protocol):
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The quantized weight, in the dtype of ``value``."""
+
+    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """The quantized weight for a ``with`` block, without gradients; its memory is another's afterwards."""
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The gradient of ``value`` from that of the quantized one, which may be changed in place."""
@@ -67,7 +71,8 @@ class _RecomputedLinear(torch.autograd.Function):
         merge: Callable[[torch.Tensor], torch.Tensor],
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        return F.linear(input, quantize(weight, scale), bias)
+        with quantize.borrowed(weight, scale) as quantized:
+            return F.linear(input, quantized, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -85,30 +90,31 @@ class _RecomputedLinear(torch.autograd.Function):
         input, scale, *parameters = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         weight = ctx.merge(parameters[0])
-        needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
-        with torch.set_grad_enabled(needs_graph):
-            # Views, so that gradients stop here and reach no hook of a parameter.
-            weight = weight.view_as(weight)
-            scale = scale.view_as(scale)
-            quantized = ctx.quantize(weight, scale)
-        input_grad = None
-        if needs_input:
-            product = grad @ quantized.to(grad.dtype)  # autocast has computed in the dtype of the output
-            input_grad = product.to(ctx.input_dtype)
-        bias_grad = None
         rows = grad.reshape(-1, grad.shape[-1])
-        if needs_bias:
-            bias_grad = rows.sum(0).to(ctx.bias_dtype)
-        weight_grad = scale_grad = None
+        bias_grad = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
+        quantized_grad = None
         if needs_weight or needs_scale:
             input_rows = input.reshape(-1, input.shape[-1])
             quantized_grad = rows.t() @ input_rows.to(grad.dtype)
-            quantized_grad = quantized_grad.to(quantized.dtype)
-            if needs_graph:
+            quantized_grad = quantized_grad.to(weight.dtype)
+        needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
+        if needs_graph:
+            with torch.enable_grad():
+                # Views, so that gradients stop here and reach no hook of a parameter.
+                weight = weight.view_as(weight)
+                scale = scale.view_as(scale)
+                block: Any = nullcontext(ctx.quantize(weight, scale))
+        else:
+            block = ctx.quantize.borrowed(weight, scale)
+        input_grad = weight_grad = scale_grad = None
+        with block as quantized:
+            if needs_input:
+                product = grad @ quantized.to(grad.dtype)  # autocast has computed in the dtype of the output
+                input_grad = product.to(ctx.input_dtype)
+            if needs_graph and quantized_grad is not None:
                 weight_grad, scale_grad = _gradients(quantized, weight, scale, quantized_grad)
-            else:
-                del quantized  # as large as the weight
-                weight_grad = ctx.quantize.value_gradient(quantized_grad, weight, scale)
+        if quantized_grad is not None and not needs_graph:
+            weight_grad = ctx.quantize.value_gradient(quantized_grad, weight, scale)
         return input_grad, weight_grad, bias_grad, scale_grad, None, None, *(None for _ in parameters)
 
 

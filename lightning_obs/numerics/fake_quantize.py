@@ -107,6 +107,28 @@ def fake_quantize(
     return _ungroup(learned, value.shape, args)
 
 
+def fake_quantize_without_graph(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    *,
+    global_scale: torch.Tensor | None = None,
+    memory: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The bits of :func:`fake_quantize`, with no gradient.
+
+    The forward and the backward of a Linear in training call it (``forward/recomputed_linear.py``).
+
+    Args:
+        value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
+        memory: contiguous, in the shape and dtype of ``value``; the result may lie there. None: in new memory.
+    """
+    if value.numel() == 0:
+        return value
+    return _forward(value, (scale, zero_point, args, global_scale), memory)
+
+
 def fake_quantize_dynamic(
     value: torch.Tensor, args: QuantizationArgs, *, global_scale: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -246,8 +268,8 @@ class _StraightThrough(torch.autograd.Function):
 
 
 @torch.no_grad()
-def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
-    """Quantize and dequantize without a graph, bit for bit as compressed-tensors."""
+def _forward(value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None = None) -> torch.Tensor:
+    """Quantize and dequantize without a graph, bit for bit as compressed-tensors; perhaps in ``memory``."""
     scale, zero_point, args, global_scale = qparams
     number = format_of(args)
     is_float8 = number is not None and number.dtype is not None
@@ -255,7 +277,7 @@ def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     if is_float8 or computed_dtype == torch.float64:
         keep_range_readable(args, value.device)
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
-    levels, step = _in_steps(value, qparams)
+    levels, step = _in_steps(value, qparams, memory)
     grid = NumberGrid.of(args)
     if number is None:
         levels = levels.clamp_(grid.low, grid.high).round_().to(step.dtype)
@@ -273,12 +295,21 @@ def _forward(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
     return quantized
 
 
-def _in_steps(value: torch.Tensor, qparams: _QParams) -> tuple[torch.Tensor, torch.Tensor]:
-    """A value in steps of the grid, not rounded yet, in the layout of :func:`_group`; and the step."""
+def _in_steps(
+    value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A value in steps of the grid, not rounded yet, in the layout of :func:`_group`; and the step.
+
+    ``memory``, in the shape of the value, holds the first where it has its dtype.
+    """
     scale, zero_point, args, global_scale = qparams
     step = scale if global_scale is None else scale / global_scale
     step = _broadcastable(step, args)
-    steps = _group(value, args) / step
+    grouped = _group(value, args)
+    if memory is None or args.strategy == QuantizationStrategy.BLOCK or step.dtype != memory.dtype:
+        steps = grouped / step
+    else:
+        steps = torch.div(grouped, step, out=_group(memory, args))
     if zero_point is not None:
         zero = _broadcastable(zero_point, args)
         steps.add_(zero.to(value.dtype))
@@ -323,6 +354,7 @@ def clip_gradient_(
     args: QuantizationArgs,
     *,
     global_scale: torch.Tensor | None = None,
+    memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The gradient of a value from that of :func:`fake_quantize`'s result: zero where the value was clipped.
 
@@ -332,13 +364,14 @@ def clip_gradient_(
     Args:
         gradient: of the result; it is changed in place where that is faster, and not to be used afterwards.
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
+        memory: contiguous, in the shape and dtype of ``value``, to be overwritten. None: new memory is taken.
     """
     qparams = scale, zero_point, args, global_scale
     is_float32 = value.dtype == scale.dtype == gradient.dtype == torch.float32
     if not is_float32 or args.strategy == QuantizationStrategy.BLOCK:
         inside = _ungroup(_on_grid(value, qparams), value.shape, args)
         return torch.where(inside, gradient, 0)
-    steps, _ = _in_steps(value, qparams)
+    steps, _ = _in_steps(value, qparams, memory)
     lowest, highest = _ends(value, qparams)
     grouped = _group(gradient, args)
     torch.ops.aten.hardtanh_backward(grouped, steps, lowest, highest, grad_input=grouped)

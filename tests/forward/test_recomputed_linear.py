@@ -1,5 +1,7 @@
 """What the quantized forward of a Linear keeps for the backward, and that its gradients are those of torch's graph."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -7,9 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import StaticQuantizer, fake_quantize_for
+from lightning_obs.forward.quantized_tensors import StaticQuantizer, fake_quantize_for, weight_quantizer
 from lightning_obs.forward.recomputed_linear import recomputed_linear
 from lightning_obs.model.weight import register_surroundings
+from lightning_obs.numerics.scratch import Scratch
 from tests.forward.quantized_modules import calibrated, train_quantized
 from tests.numerics.fake_quantize_cases import preset, qparams_of
 
@@ -152,3 +155,34 @@ def test_hooks_of_a_parameter_see_its_gradient_once():
     layer.weight.register_hook(seen.append)
     layer(x).sum().backward()
     assert len(seen) == 1
+
+
+def test_layers_that_share_memory_have_the_gradients_of_torchs_own_graph():
+    wide, narrow = nn.Linear(32, 64), nn.Linear(64, 32)
+    x = torch.randn(4, 32, requires_grad=True)
+    train_quantized(calibrated(nn.Sequential(wide, narrow), W4, x))
+
+    def in_torchs_graph(layer, x):
+        return F.linear(x, fake_quantize_for(layer, layer.weight, "weight"), layer.bias)
+
+    runs = []
+    for call in (lambda layer, x: layer(x), in_torchs_graph):
+        output = call(narrow, call(wide, call(narrow, call(wide, x)).sin()).cos())
+        runs.append([output, *torch.autograd.grad(output.square().sum(), [x, wide.weight, narrow.weight])])
+    for actual, expected in zip(*runs, strict=True):
+        assert torch.equal(actual, expected)
+
+
+def test_memory_for_a_weight_is_used_again_but_by_nobody_else_meanwhile():
+    layer = nn.Linear(32, 8)
+    train_quantized(calibrated(nn.Sequential(layer), W4, torch.randn(4, 32)))
+    quantizer = weight_quantizer(layer, layer.weight)
+    with quantizer.borrowed(layer.weight, layer.weight_scale) as before:
+        address = before.data_ptr()
+    with quantizer.borrowed(layer.weight, layer.weight_scale) as first:
+        assert first.data_ptr() == address
+        expected = first.clone()
+        with quantizer.borrowed(layer.weight + 1, layer.weight_scale) as second:
+            assert not torch.equal(second, expected)
+        assert torch.equal(first, expected)
+    assert pickle.dumps(quantizer.scratch) == pickle.dumps(Scratch())
