@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
-from lightning_obs.numerics.qparams import SCHEME_FIELDS, rows_per_scale
+from lightning_obs.numerics.qparams import SCHEME_FIELDS, keep_range_readable, no_upload, rows_per_scale, tile_size
 
 _aten = torch.ops.aten
-#: elements that are decompressed at once: compressed-tensors takes up to 20 bytes for each of them meanwhile
-_ELEMENTS_AT_ONCE = 1 << 21
+#: elements that a CPU decompresses at once: compressed-tensors takes up to 20 bytes for each of them meanwhile
+_ELEMENTS_AT_ONCE = 1 << 19
 _MERGE_REMEDY = (
     "save the adapters by themselves (model.save_pretrained(folder) of peft), which vLLM serves beside the base; or "
     "calibrate the model with its adapters and export it, which merges them layer by layer."
@@ -105,7 +105,8 @@ class PackedWeight(torch.Tensor):
         if zero_point is not None and zero_point.dtype == torch.int32:
             return len(self)
         per_scale = rows_per_scale(args) or 1
-        return max(1, _ELEMENTS_AT_ONCE // self.shape[1] // per_scale) * per_scale
+        elements = tile_size(self.device, on_cpu=_ELEMENTS_AT_ONCE)
+        return max(1, elements // self.shape[1] // per_scale) * per_scale
 
     def _rows(self, compressor: Any, start: int, stop: int) -> torch.Tensor:
         """The decompressed rows from ``start`` to ``stop``, in the dtype that compressed-tensors gives."""
@@ -120,7 +121,9 @@ class PackedWeight(torch.Tensor):
             elif name in ("weight_scale", "weight_zero_point") and stop - start < len(self):
                 height = per_scale or 0
             entries[name] = tensor[start // height : -(-stop // height)] if height else tensor
-        weight: torch.Tensor = compressor.decompress(entries, self.scheme)["weight"]
+        with no_upload(self.device):
+            keep_range_readable(args, self.device)
+            weight: torch.Tensor = compressor.decompress(entries, self.scheme)["weight"]
         return weight
 
     def quantize_activation(self, value: torch.Tensor, base_name: str) -> torch.Tensor:
