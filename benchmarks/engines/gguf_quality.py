@@ -13,7 +13,7 @@ datasets. ``llama-perplexity`` holds each file's predictions against those of th
 
 ``quantized()`` is the perplexity of the calibrated model in transformers, on the tokens that llama.cpp counts: those of
 the second half of each chunk. Where llama.cpp multiplies with quantized weights on a CPU, it rounds the inputs to 8
-bits; beside it stands what it gives with the same weights written as float32.
+bits; beside it stands what it gives once llama-quantize has dequantized the very file to float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import gguf
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -45,7 +44,6 @@ from torch import nn
 from lightning_obs import CalibrationSession, export_gguf, quantized
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.models.pretrained import cache_folder, load_pretrained
-from lightning_obs.gguf.base_file import BaseFile
 
 ROOT = Path(__file__).parents[2]
 #: llama.cpp's source with its programs in build/bin, and what its converter imports in packages
@@ -246,11 +244,8 @@ def perplexity(model: nn.Module, ids: list[int], chunks: int) -> float:
 
 
 def in_float32(file: Path, out: Path) -> Path:
-    """Write the tensors of a GGUF file as float32, with which llama.cpp multiplies without rounding inputs."""
-    source = BaseFile(file)
-    types = dict.fromkeys(source.tensors, int(gguf.GGMLQuantizationType.F32))
-    file_type = {"general.file_type": int(gguf.LlamaFileType.ALL_F32)}
-    source.write(out, types, file_type, lambda name: source.values(name).numpy().tobytes())
+    """Let llama.cpp dequantize a file: with weights in float32 it multiplies without rounding inputs."""
+    run(LLAMA_CPP / "build/bin/llama-quantize", "--allow-requantize", file, out, "F32", 1)
     return out
 
 

@@ -246,6 +246,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "resnet18, 224x224": lambda: of_timm("resnet18", 1, 3, 224, 224),
     "vit_tiny, batch 1": lambda: of_timm("vit_tiny_patch16_224", 1, 3, 224, 224),
     "vit_tiny, batch 32": lambda: of_timm("vit_tiny_patch16_224", 32, 3, 64, 64, img_size=64),
+    "mobilenetv2": lambda: of_timm("mobilenetv2_100", 1, 3, 224, 224),
     "convnext_atto": lambda: of_timm("convnext_atto", 1, 3, 128, 128),
     "encoder": encoder,
     "unet": unet,

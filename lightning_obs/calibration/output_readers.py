@@ -8,8 +8,11 @@ own, would only lose.
 An output that nothing but ``F.relu`` reads needs no levels below zero: its range begins there, and an engine clips at
 the end of the range in place of the function.
 
-A sum of quantized outputs that ``F.relu`` reads is no module's output, unless a block returns it, as residual blocks
-do: then the block's output is quantized, and an engine adds integers.
+A sum of quantized outputs, rectified or not, is no module's output, unless a block returns it, as residual blocks do:
+then the block's output is quantized, and an engine adds integers.
+
+A module may normalize and activate, as timm's do: it calls ``F.batch_norm``, and then modules of its own. The first of
+these follows the convolution, through the function.
 
 A module reads an output if it is given the very tensor that the other returned, and nothing was added to it in place.
 :class:`WatchedFunctions` shows the operations that torch runs, in the user's model and unchanged.
@@ -48,6 +51,13 @@ def is_transparent(module: nn.Module) -> bool:
 
 #: operations whose results are the values above zero of their input, and zeros
 _RECTIFIERS = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
+#: F.batch_norm: under inference mode torch shows it whole
+_NORMS = (
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+    torch.ops.aten.cudnn_batch_norm.default,
+    torch.ops.aten.miopen_batch_norm.default,
+)
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 #: whether an observer is looking at the values of a model; its operations are not the model's
 _is_observing: ContextVar[bool] = ContextVar("is_observing", default=False)
@@ -68,6 +78,7 @@ class _Value(NamedTuple):
 
     name: str | None  # of the module that returned it; None: a sum
     is_rectified: bool = False  # whether a function has made its negative values zero
+    is_normalized: bool = False  # whether F.batch_norm has read it: no more the values of the output
     first_sample: torch.Tensor = torch.empty(0)  # a copy
 
 
@@ -79,11 +90,11 @@ class OutputReaders:
     :meth:`compute`. Finalize reads the attributes.
 
     Attributes:
-        followed: names of the modules whose output a follower reads.
+        followed: names of the modules whose output a follower reads, or an inner module has quantized.
         sources: by name of a module whose input is quantized, the name of the module whose output it reads; None: it
             reads other tensors, too.
         rectified: by name of a module whose output a function has read, whether ``F.relu`` alone has.
-        sums: by name of a block, whether all its outputs are rectified sums of quantized outputs.
+        sums: by name of a block, whether all its outputs are sums of quantized outputs.
     """
 
     def __init__(self) -> None:
@@ -133,13 +144,17 @@ class OutputReaders:
         return {name for name, is_rectified in self.rectified.items() if is_rectified}
 
     def leave(self, name: str, output: torch.Tensor) -> None:
-        """A module returns an output that is to be quantized."""
-        self.keep(_Value(name), output)
+        """A module returns an output that is to be quantized, unless a module inside of it has returned it before."""
+        known = self._known(output)
+        if known is not None and not known.is_normalized and (known.name or "").startswith(f"{name}."):
+            self.followed.add(name)
+        else:
+            self.keep(_Value(name), output)
 
     def judge_block(self, name: str, output: Any) -> None:
-        """A module of modules returns an output, which is to be quantized if it is a rectified sum."""
+        """A module of modules returns an output, which is to be quantized if it is a sum."""
         value = self._known(output) if isinstance(output, torch.Tensor) else None
-        is_sum = value is not None and value.name is None and value.is_rectified
+        is_sum = value is not None and value.name is None
         self.sums[name] = is_sum and self.sums.get(name, True)
 
     def pass_on(self, value: torch.Tensor, output: torch.Tensor) -> None:
@@ -159,7 +174,7 @@ class OutputReaders:
         known = self._known(value)
         source = None if known is None else known.name
         if not is_follower:
-            self._add_source(name, source)
+            self._add_source(name, None if known is not None and known.is_normalized else source)
         elif source is not None:
             self.followed.add(source)
 
@@ -178,7 +193,11 @@ class OutputReaders:
         for value in values:
             if value is not None and value.name is not None and not value.is_rectified:
                 self._add_function(value.name, is_rectifier)
-        if None in values:
+        if operation in _NORMS:
+            normalized = values[0]
+            is_output = normalized is not None and normalized.name is not None and not normalized.is_rectified
+            return normalized._replace(is_normalized=True) if normalized is not None and is_output else None
+        if any(value is None or value.is_normalized for value in values):
             return None
         if is_rectifier:
             [value] = values
@@ -232,5 +251,5 @@ class WatchedFunctions(TorchDispatchMode):
         result = func(*args, **kwargs)
         if value is not None:
             with observing():
-                self._readers.keep(value, result)
+                self._readers.keep(value, result[0] if isinstance(result, tuple) else result)
         return result

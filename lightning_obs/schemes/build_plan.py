@@ -155,7 +155,9 @@ def _find_blocks(
 ) -> list[PlannedModule]:
     """Modules around convolutions whose output may be a sum of quantized outputs, where the preset has followers.
 
-    Which of them are blocks that return a sum is seen while data run. torch's own modules return none.
+    Which of them are blocks that return a sum is seen while data run. torch's own modules return none. Modules without
+    an operation are added where a batch norm with a forward of its own calls them: between norm and activation they are
+    the place of the convolution's range.
     """
     group = config.config_groups.get(FOLLOWERS)
     if not isinstance(group, QuantizationScheme):
@@ -174,6 +176,13 @@ def _find_blocks(
         is_torchs = type(module).__module__.startswith("torch.") or isinstance(module, torch.jit.ScriptModule)
         if not is_torchs and not is_match(name, module, ignore):
             blocks.append(PlannedModule(name, module, scheme, is_block=True))
+    for target in targets:
+        if not isinstance(target.module, nn.modules.batchnorm._BatchNorm) or target.is_follower:
+            continue
+        for child_name, child in target.module.named_children():
+            name = f"{target.name}.{child_name}"
+            if type(child) is nn.Identity and not is_match(name, child, ignore):
+                blocks.append(PlannedModule(name, child, scheme))
     return blocks
 
 

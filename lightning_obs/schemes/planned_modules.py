@@ -35,7 +35,7 @@ from lightning_obs.model.weight import identity, matrix_shape, whole_shape
 from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration, scheme_args
 
 #: modules that an engine makes a part of the convolution or product before them
-_FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6)
+_FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6, nn.Identity)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class PlannedModule:
     scheme: QuantizationScheme
     #: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty
     states: Mapping[str, QuantizationArgs] = field(default_factory=dict)
-    #: a module of modules, whose output alone is quantized, and only if data show that it is a rectified sum
+    #: a module of modules, whose output alone is quantized, and only if data show that it is a sum
     is_block: bool = False
 
     def __str__(self) -> str:
@@ -87,8 +87,8 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
     """Quantize the outputs of these modules no more, because followers' outputs are quantized in their place.
 
     Called by finalize, and when its result is loaded from a saved state. A follower whose output is followed has
-    nothing left to quantize then, as has a block whose output is no sum. The scheme of the other blocks targets them by
-    name from now on.
+    nothing left to quantize then, as has a block whose output is no sum. The scheme of the other blocks, and of the
+    modules without an operation, targets them by name from now on.
 
     Args:
         plan: its targets are replaced. Their schemes target them by name, since other modules of their class keep
@@ -106,9 +106,12 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
             schemes[key] = scheme
         scheme.targets.append(target.name)
         plan.targets[index] = replace(target, scheme=scheme)
-    blocks = [target for target in plan.targets if target.is_block and "output" in target.args]
-    for block in blocks:
-        block.scheme.targets = [block.name for block in blocks]
+    named = []
+    for target in plan.targets:
+        if "output" in target.args and (target.is_block or type(target.module) is nn.Identity):
+            named.append(target)
+    for target in named:
+        target.scheme.targets = [target.name for target in named]
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

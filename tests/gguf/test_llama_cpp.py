@@ -95,7 +95,7 @@ def test_its_perplexity_is_that_of_the_quantized_model(tmp_path, scheme, benchma
     expected = benchmark.perplexity(model, ids, CHUNKS)
     unrounded = benchmark.in_float32(file, tmp_path / "in_float32.gguf")
     assert its_perplexity(unrounded, text, benchmark) == pytest.approx(expected, rel=5e-4)
-    # with these weights it rounds the inputs of products to 8 bits
+    # it multiplies with the quantized weights of the file itself only after it has rounded the inputs to 8 bits
     assert its_perplexity(file, text, benchmark) == pytest.approx(expected, rel=0.02)
 
 

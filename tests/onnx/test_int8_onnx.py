@@ -230,6 +230,86 @@ def test_a_sum_that_a_block_returns_is_computed_with_integers(tmp_path, in_place
         torch.testing.assert_close(resumed(x), expected, rtol=0, atol=0)
 
 
+class NormAct(nn.BatchNorm2d):
+    """A batch norm that activates, as timm has it: F.batch_norm, then two modules."""
+
+    def __init__(self, act):
+        super().__init__(16)
+        self.drop, self.act = nn.Identity(), act()
+        nn.init.uniform_(self.running_var, 0.5, 1.5)
+
+    def forward(self, x):
+        statistics = (self.running_mean, self.running_var, self.weight, self.bias)
+        return self.act(self.drop(F.batch_norm(x, *statistics, self.training, self.momentum, self.eps)))
+
+
+class Inverted(nn.Module):
+    """A block as in MobileNets: the sum is not rectified."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.conv1, self.norm1 = convolution(16), NormAct(act)
+        self.conv2, self.norm2 = convolution(16), NormAct(nn.Identity)
+
+    def forward(self, x):
+        return self.norm2(self.conv2(self.norm1(self.conv1(x)))) + x
+
+
+class Mobile(nn.Module):
+    def __init__(self, act=nn.ReLU6):
+        super().__init__()
+        self.stem, self.norm = convolution(3), NormAct(act)
+        self.blocks = nn.Sequential(Inverted(act), Inverted(act))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, image):
+        return self.head(self.blocks(self.norm(self.stem(image))).mean((2, 3)))
+
+
+@pytest.mark.parametrize(
+    ("act", "quantized_part"),
+    [(nn.ReLU6, "act"), (nn.ReLU, "act"), (nn.SiLU, "drop")],
+)
+def test_a_batch_norm_that_activates_and_a_sum_are_computed_with_integers(tmp_path, act, quantized_part):
+    model, session = calibrated(Mobile(act))
+    norms = {f"{norm}.{quantized_part}" for norm in ("norm", "blocks.0.norm1", "blocks.1.norm1")}
+    activations = {"norm", "blocks.0.norm1", "blocks.1.norm1"} if act is nn.SiLU else set()
+    blocks = {"blocks.0.norm2.act", "blocks.1.norm2.act", "blocks.0", "blocks.1"}
+    assert quantized_outputs(model) == norms | activations | blocks | {"head"}
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["QLinearAdd"], operations["QGemm"]) == (5, 2, 1)
+    assert not {"Conv", "FusedConv", "Add", "Gemm", "BatchNormalization"} & operations.keys()
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    torch.testing.assert_close(output, expected, rtol=0, atol=2 * float(model.head.output_scale))
+    resumed = Mobile(act).eval()
+    resumed.load_state_dict(model.state_dict())
+    CalibrationSession(resumed, "INT8_ONNX").load_state_dict(copy.deepcopy(session.state_dict()))
+    export_checkpoint(model, tmp_path / "folder")
+    loaded = load_checkpoint(Mobile(act).eval(), tmp_path / "folder")
+    with torch.no_grad(), quantized(resumed):
+        assert torch.equal(loaded(x), expected)
+        assert torch.equal(resumed(x), expected)
+
+
+def test_an_input_behind_a_batch_norm_that_is_a_function_has_a_range_of_its_own():
+    class Normalized(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv1, self.norm, self.conv2 = convolution(3), nn.BatchNorm2d(16), convolution(16)
+
+        def forward(self, image):
+            norm = self.norm
+            y = F.batch_norm(self.conv1(image), norm.running_mean + 3, norm.running_var, norm.weight, norm.bias)
+            return self.conv2(y) + y
+
+    [model], session = calibrated(nn.Sequential(Normalized()))
+    assert not torch.equal(model.conv2.input_scale, model.conv1.output_scale)
+    assert "0" not in session.result.modules  # the sum reads a value in float
+
+
 def test_a_sum_with_a_value_that_is_not_quantized_stays_in_float():
     class Shifted(FunctionalBlock):
         def forward(self, x):
