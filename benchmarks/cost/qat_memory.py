@@ -4,11 +4,12 @@
     python benchmarks/cost/qat_memory.py memory --tokens 256
     python benchmarks/cost/qat_memory.py logits step --rounds 5
 
-Three tables, in float32 on one thread, one sequence a step, with AdamW (``logits``: SGD, which keeps no state):
+Four tables, in float32 on one thread, one sequence a step, with AdamW (where it says so SGD, which keeps no state):
 
 - ``memory``: the peak of resident memory above what is resident before ``fit``. Each row is a process of its own.
 - ``logits``: the same peak in copies of the logits in float32, of one small block under a vocabulary of 49,152, where
-  little else takes memory. Each row is a process of its own.
+  little else takes memory, with SGD. Each row is a process of its own.
+- ``convolutions``: the same peak of 24 convolutions with 2.4 million weights each, on one small image, with SGD.
 - ``step``: CPU time of a step, divided by plain fine-tuning's, and by that and the forward of a teacher together. One
   process, in which the rows take turns; the median over rounds.
 """
@@ -26,7 +27,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from lightning_obs import QuantizationAwareTraining
 from lightning_obs.app.models.pretrained import load_pretrained
 
 W4A16 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 64}}
+CONVOLUTIONS = {"targets": ["Conv2d"], "weights": {"num_bits": 4, "strategy": "channel"}}
 #: options of the callback by row; None: no callback
 ROWS: dict[str, dict[str, Any] | None] = {
     "plain": None,
@@ -73,6 +75,20 @@ class FineTuning(LightningModule):
         return self.optimizer_class(self.parameters(), lr=1e-5)
 
 
+class OfImages(LightningModule):
+    """Brings the outputs of a network for images to zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        return self.model(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-5)
+
+
 class Clock(Callback):
     """Takes the CPU time of each step."""
 
@@ -89,7 +105,7 @@ class Clock(Callback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("tables", nargs="*", default=["memory", "logits", "step"])
+    parser.add_argument("tables", nargs="*", default=["memory", "logits", "convolutions", "step"])
     parser.add_argument("--model", help="a folder; default: the default model")
     parser.add_argument("--tokens", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--rounds", type=int, default=3)
@@ -98,13 +114,15 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     if options.row is not None:
-        print(json.dumps({"peak": peak_of(options.tables[0], options.row, options.tokens[0], options.model)}))
+        print(json.dumps({"peak": peak_of_row(options.tables[0], options.row, options.tokens[0], options.model)}))
         return
     for tokens in options.tokens:
         if "memory" in options.tables:
             print_memory(tokens, options.model)
     if "logits" in options.tables:
         print_logits(max(options.tokens))
+    if "convolutions" in options.tables:
+        print_convolutions()
     for tokens in options.tokens:
         if "step" in options.tables:
             print_steps(tokens, options.rounds, options.model)
@@ -126,6 +144,15 @@ def print_logits(tokens: int) -> None:
         print(f"{row:24s} {peak / (4 * tokens * VOCABULARY):5.2f}", flush=True)
 
 
+def print_convolutions() -> None:
+    print("\npeak above the memory before fit, 24 convolutions [MB]")
+    plain = 0.0
+    for row in ("plain", "W4A16"):
+        peak = in_a_process("convolutions", row, 0, None)
+        plain = plain or peak
+        print(f"{row:24s} {peak / 1e6:8.0f}  {peak / plain:5.3f} x plain", flush=True)
+
+
 def in_a_process(table: str, row: str, tokens: int, folder: str | None) -> float:
     """The peak that this script measures in a process of its own [bytes]."""
     command = [sys.executable, __file__, table, "--row", row, "--tokens", str(tokens)]
@@ -137,21 +164,37 @@ def in_a_process(table: str, row: str, tokens: int, folder: str | None) -> float
     return json.loads(done.stdout.splitlines()[-1])["peak"]
 
 
-def peak_of(table: str, row: str, tokens: int, folder: str | None) -> int:
+def peak_of_row(table: str, row: str, tokens: int, folder: str | None) -> int:
     """The peak of this process above its memory before fit [bytes]."""
     if table == "logits":
         model = small_block()
         fit(model, row, 16, torch.optim.SGD)  # what is imported and allocated once
         model.zero_grad()
+    elif table == "convolutions":
+        model = nn.Sequential(*(nn.Conv2d(512, 512, 3, padding=1) for _ in range(24)))
+        images = [torch.randn(1, 512, 4, 4) for _ in range(STEPS)]
+        return peak_of(lambda: fit_module(OfImages(model), images, row, CONVOLUTIONS))
     else:
-        model = load_pretrained(folder, dtype="float32")[0]
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # else it would be a mapped file, resident or not
+        model = load_in_memory(folder)
+    optimizer_class = torch.optim.SGD if table == "logits" else torch.optim.AdamW
+    return peak_of(lambda: fit(model, row, tokens, optimizer_class))
+
+
+def load_in_memory(folder: str | None) -> nn.Module:
+    """A model in float32, with no weight in a mapped file, which may be resident or not."""
+    model = load_pretrained(folder, dtype="float32")[0]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The peak of this process in ``run()`` above its memory before [bytes]."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = resident("VmRSS")
-    fit(model, row, tokens, torch.optim.SGD if table == "logits" else torch.optim.AdamW)
+    run()
     return resident("VmHWM") - before
 
 
@@ -182,11 +225,16 @@ def fit(model: nn.Module, row: str, tokens: int, optimizer_class: type[torch.opt
     batches = []
     for _ in range(STEPS):
         batches.append({"input_ids": torch.randint(0, 40000, (1, tokens), generator=generator)})
+    return fit_module(FineTuning(model.train(), row, optimizer_class), batches, row, W4A16)
+
+
+def fit_module(module: LightningModule, batches: Sequence[Any], row: str, scheme: dict[str, Any]) -> list[float]:
+    """Train a few steps; their CPU times [s]."""
     clock = Clock()
     callbacks: list[Callback] = [clock]
     arguments = ROWS[row]
     if arguments is not None:
-        callbacks.append(QuantizationAwareTraining(W4A16, ignore=["lm_head"], **arguments))
+        callbacks.append(QuantizationAwareTraining(scheme, ignore=["lm_head"], **arguments))
     trainer = Trainer(
         max_steps=STEPS,
         accelerator="cpu",
@@ -196,7 +244,6 @@ def fit(model: nn.Module, row: str, tokens: int, optimizer_class: type[torch.opt
         enable_model_summary=False,
         callbacks=callbacks,
     )
-    module = FineTuning(model.train(), row, optimizer_class)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return clock.seconds
 

@@ -7,6 +7,10 @@ Shapes are those of Llama 3.1, in bfloat16. Bytes are arithmetic. Seconds of one
 measured on 1.1B parameters, for each parameter that is quantized; reading, computing and writing are added, not
 overlapped, and so many workers are taken for so many cores. The time in which a model runs its batches is not in it: it
 is that of the device. Memory of `task=weights` is that of the measured run, for each byte of its largest fused set.
+
+Memory of fine-tuning through W4A16 is that of weights, gradients and AdamW's two states, all in bfloat16 or the states
+in a byte each, of the scales, and of 1 x 2,048 tokens whose blocks are checkpointed: the input of every block, what one
+block keeps, one quantized weight, and the logits as often as `qat_memory.py logits` has measured.
 """
 
 from __future__ import annotations
@@ -22,6 +26,9 @@ STORED = {"W4A16": 0.5 + 2 / 128, "FP8": 1.0, "NVFP4": 0.5 + 1 / 16}
 PER_BYTE = 93 / 46
 #: passes over all weights of a calibration on 8 batches with an export, of a model that is offloaded
 PASSES = 8 + 2 + 2
+#: copies of the logits in float32 at the peak of a step: row W4A16 of `qat_memory.py logits`
+LOGITS = 3.31
+TOKENS = 2048
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,25 @@ def reckon(model: Shape, disk: float, pcie: float, cores: int) -> dict[str, str]
     once = (read + written["FP8"]) / disk + read / pcie
     found["static FP8, weights read once, from disk [min]"] = f"{once / 60:,.1f}"
     found["one block [GB]"] = f"{2 * model.block / 1e9:,.1f}"
+    sizes = " / ".join(f"{fine_tuning(model, state_bytes):,.0f}" for state_bytes in (4, 2))
+    found["W4A16 fine-tuning, states in bfloat16 / 8 bits [GB]"] = sizes
     return found
+
+
+def fine_tuning(model: Shape, state_bytes: int) -> float:
+    """Memory of a fine-tuning step through W4A16 on one device [GB].
+
+    Args:
+        model: in bfloat16, with gradients in bfloat16.
+        state_bytes: of the optimizer for a parameter.
+    """
+    parameters = model.quantized + model.rest
+    scales = 2 * model.quantized / 128
+    block_values = 12 * model.hidden + 4 * model.cache + 4 * model.inner  # that a block keeps for a token
+    activations = 2 * TOKENS * (model.layers * model.hidden + block_values)
+    quantized_weight = 2 * model.hidden * model.inner
+    logits = LOGITS * 4 * TOKENS * model.vocabulary
+    return ((4 + state_bytes) * parameters + scales + activations + quantized_weight + logits) / 1e9
 
 
 def main() -> None:
