@@ -91,22 +91,27 @@ def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     factors = torch.tensor((1.0, 0.9), dtype=torch.float64, device=rows.device)
     candidates = Candidates(rows.amin(1), rows.amax(1), factors)
     scale, _ = candidates.qparams(grid)
-    expected = grid.error(rows.float(), scale[..., None], None).abs().pow(2.4).sum(-1)
+    expected_differences = grid.error(rows.float(), scale[..., None], None)
+    expected = expected_differences.abs().pow(2.4).sum(-1)
     errors = torch.stack([_errors_of_candidate(rows, candidates, k, grid) for k in range(len(factors))])
-    return ((errors - expected).abs() / expected).max()
+    relative = (errors - expected) / expected
+    return relative.abs().max()
 
 
 def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int, grid: NumberGrid) -> torch.Tensor:
     """The error of one candidate on each row of ``(R, G)``, by the loop: the least of this candidate alone."""
     alone = candidates._replace(factors=candidates.factors[number : number + 1])
-    return measure_ranges(rows[None, :, None], slice(0, len(rows)), None, alone, grid, 2.4).least
+    view = rows[None, :, None]
+    everything = slice(0, len(rows))
+    return measure_ranges(view, everything, None, alone, grid, 2.4).least
 
 
 def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     """The share of the values of a square panel that are rounded to another level."""
     zero = torch.zeros_like(left)
     step = zero + 0.1
-    factor = (torch.eye(len(left), device=left.device) + 0.01).triu()
+    identity = torch.eye(len(left), device=left.device)
+    factor = (identity + 0.01).triu()
     levels, _ = round_panel(left, step, zero, factor, grid)
     expected, _ = round_panel_plainly(left.clone(), step, zero, factor, grid)
     return (levels != expected).double().mean()
@@ -118,14 +123,16 @@ def _difference_of_counts(rows: torch.Tensor) -> torch.Tensor:
     count_patterns(rows[None], counts)
     patterns = rows.view(torch.uint16).long()
     misplaced = counts.gather(1, patterns) < 1
-    return misplaced.sum() + (counts.sum(1) != rows.shape[1]).sum()
+    is_other_number = counts.sum(1) != rows.shape[1]
+    return misplaced.sum() + is_other_number.sum()
 
 
 def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
     """How many rows ``(R, G)`` have another sum of squares."""
     expected = rows.double().square().sum(1)
     _, squares = moments(rows[None])
-    return ((squares - expected).abs() > 1e-9).sum()
+    differences = (squares - expected).abs()
+    return (differences > 1e-9).sum()
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
@@ -139,7 +146,9 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
     programs = -(-size // _TILE)
     number_of_tables = min(_TABLES // scales, programs // _PROGRAMS_OF_TABLE)
     has_several = number_of_tables > 1
-    tables = counts.new_zeros(number_of_tables, *counts.shape, dtype=torch.int32) if has_several else counts[None]
+    tables = counts.unsqueeze(0)
+    if has_several:
+        tables = counts.new_zeros(number_of_tables, *counts.shape, dtype=torch.int32)
     loop = _loops_for(values).count_patterns
     with torch.cuda.device_of(values):
         loop[programs, scales](
@@ -195,7 +204,8 @@ def measure_ranges(
     count = len(candidates.factors)
     size = view.shape[2:].numel()
     has_few_rows = rows <= _FEW_ROWS
-    columns = min(_VALUES_OF_WARP if has_few_rows else _TILE, _power(size))
+    tile = _VALUES_OF_WARP if has_few_rows else _TILE
+    columns = min(tile, _power(size))
     side = max(1, _VALUES_OF_WARP // columns)
     pieces = -(-size // columns)
     is_whole = pieces == 1
@@ -206,9 +216,13 @@ def measure_ranges(
         result = torch.empty(pieces, count, rows, device=view.device)
         least_errors = result
     half = half_of_range(grid, candidates.low.dtype)
-    scale, zero_point = candidates.qparams(grid) if half is None else (None, None)
+    scale = None
+    zero_point = None
+    if half is None:
+        scale, zero_point = candidates.qparams(grid)
     unused = candidates.factors if scale is None else scale
-    pointers = [unused if tensor is None else tensor.contiguous() for tensor in (importance, scale, zero_point)]
+    optional = (importance, scale, zero_point)
+    pointers = [unused if tensor is None else tensor.contiguous() for tensor in optional]
     programs = -(-rows // side), pieces
     loop = _loops_for(view).measure_ranges
     with torch.cuda.device_of(view):
@@ -298,9 +312,13 @@ def round_panel_plainly(
     levels = torch.empty_like(left)
     errors = torch.empty_like(left)
     for i in range(len(left)):
-        levels[i] = grid.round(left[i] / step[i] + zero[i])
-        errors[i] = (left[i] - (levels[i] - zero[i]) * step[i]) / factor[i, i]
-        left[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+        column = left[i]
+        steps = column / step[i]
+        levels[i] = grid.round(steps + zero[i])
+        dequantized = (levels[i] - zero[i]) * step[i]
+        errors[i] = (column - dequantized) / factor[i, i]
+        later_columns = left[i + 1 :]
+        later_columns.addr_(factor[i, i + 1 :], errors[i], alpha=-1)
     return levels, errors
 
 

@@ -23,15 +23,26 @@ def count_patterns(
     A program counts BLOCK of the ``size`` values of one scale, ``wide`` is G; ``scales`` is Q, ``number_of_tables`` T.
     Its zeros are one addition: additions to one place wait for each other, and half of a ReLU's output is zero.
     """
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    place = start + tl.arange(0, BLOCK)
     scale = tl.program_id(1).to(tl.int64)
     within = place < size
-    at = scale * stride_q + (place // wide) * stride_n + (place % wide) * stride_g
-    pattern = tl.load(values + at, within, other=0).to(tl.int32) & 0xFFFF
+    n = place // wide
+    g = place % wide
+    at = scale * stride_q
+    at += n * stride_n
+    at += g * stride_g
+    bits = tl.load(values + at, within, other=0)
+    pattern = bits.to(tl.int32) & 0xFFFF
     number = tables.dtype.element_ty
-    table = tables + (tl.program_id(0) % number_of_tables * scales + scale) * 65536
-    tl.atomic_add(table, tl.sum((within & (pattern == 0)).to(number)), sem="relaxed")
-    tl.atomic_add(table + pattern, tl.full((BLOCK,), 1, number), within & (pattern != 0), sem="relaxed")
+    of_table = tl.program_id(0) % number_of_tables * scales
+    table = tables + (of_table + scale) * 65536
+    is_zero = within & (pattern == 0)
+    zeros = tl.sum(is_zero.to(number))
+    tl.atomic_add(table, zeros, sem="relaxed")
+    ones = tl.full((BLOCK,), 1, number)
+    is_other = within & (pattern != 0)
+    tl.atomic_add(table + pattern, ones, is_other, sem="relaxed")
 
 
 @triton.jit
@@ -46,11 +57,17 @@ def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN:
     squares = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, SPAN, BLOCK):
         place = start + first + tl.arange(0, BLOCK)
-        at = scale * stride_q + (place // wide) * stride_n + (place % wide) * stride_g
-        value = tl.load(values + at, place < size, other=0.0).to(tl.float64)
+        n = place // wide
+        g = place % wide
+        at = scale * stride_q
+        at += n * stride_n
+        at += g * stride_g
+        stored = tl.load(values + at, place < size, other=0.0)
+        value = stored.to(tl.float64)
         total += value
         squares += value * value
-    row = out + tl.program_id(1) * 2 * scales + scale
+    piece = out + tl.program_id(1) * 2 * scales
+    row = piece + scale
     tl.store(row, tl.sum(total))
     tl.store(row + scales, tl.sum(squares))
 
@@ -58,12 +75,15 @@ def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN:
 @triton.jit
 def nearest(value, low, high, INTEGERS: tl.constexpr, smallest, rounder):
     """The nearest number of a format, ties to even."""
-    near = tl.minimum(tl.maximum(value, low), high)
+    above = tl.maximum(value, low)
+    near = tl.minimum(above, high)
     if INTEGERS:
         return (near + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 holds integers only there
-    power = (near.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    power = tl.maximum(power, smallest) * rounder
-    return (near + power) - power
+    bits = near.to(tl.int32, bitcast=True)
+    exponent = bits & 0x7F800000
+    power = exponent.to(tl.float32, bitcast=True)
+    shift = tl.maximum(power, smallest) * rounder
+    return (near + shift) - shift
 
 
 @triton.jit
@@ -111,55 +131,83 @@ def measure_ranges(
     A candidate's scale is read from ``scales``, (candidates, rows), as ``zeros`` is, or it is the magnitude of the
     row's range times a factor, divided by ``half``, each rounded to the dtype of the ends; ``eps`` if that is zero.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    place = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first_row = tl.program_id(0) * ROWS
+    row_of_tile = tl.arange(0, ROWS)
+    row = first_row + row_of_tile
+    first_place = tl.program_id(1) * COLUMNS
+    column_of_tile = tl.arange(0, COLUMNS)
+    place = first_place + column_of_tile
+    is_row = row < rows
+    is_place = place < size
+    within = is_row[:, None] & is_place[None, :]
     number = (first + row).to(tl.int64)
-    n, g = place // wide, place % wide
-    within = (row < rows)[:, None] & (place < size)[None, :]
-    start = (number // across) * stride_a + (number % across) * stride_b
-    each = n.to(tl.int64) * stride_n + g.to(tl.int64) * stride_g
-    x = tl.load(values + start[:, None] + each[None, :], within, other=0.0).to(tl.float32)
+    a = number // across
+    b = number % across
+    of_row = a * stride_a
+    of_row += b * stride_b
+    n = place // wide
+    g = place % wide
+    of_place = n.to(tl.int64) * stride_n + g.to(tl.int64) * stride_g
+    at_value = of_row[:, None] + of_place[None, :]
+    x = tl.load(values + at_value, within, other=0.0).to(tl.float32)
     weight = x
     if WEIGHED:
-        weight = tl.load(importance + (number % repeats)[:, None] * wide + g[None, :], within, other=0.0)
-    least = tl.load(low_ends + row, row < rows, other=0.0)
-    most = tl.load(high_ends + row, row < rows, other=0.0)
+        weight_row = number % repeats
+        of_weights = weight_row * wide
+        at_weight = of_weights[:, None] + g[None, :]
+        weight = tl.load(importance + at_weight, within, other=0.0)
+    dtype = low_ends.dtype.element_ty
+    least = tl.load(low_ends + row, is_row, other=0.0).to(tl.float32)
+    most = tl.load(high_ends + row, is_row, other=0.0).to(tl.float32)
     if WHOLE:
-        least_error = tl.load(least_errors + row, row < rows, other=0.0)
+        least_error = tl.load(least_errors + row, is_row, other=0.0)
     for candidate in range(candidates):
-        at = candidate * rows + row
+        of_candidate = candidate * rows
+        at = of_candidate + row
         if SCALED:
-            scale = tl.load(scales + at, row < rows, other=1.0)
+            scale = tl.load(scales + at, is_row, other=1.0)
         else:
             factor = tl.load(factors + candidate)
-            below = (least.to(tl.float32) * factor).to(least.dtype).to(tl.float32)
-            above = (most.to(tl.float32) * factor).to(least.dtype).to(tl.float32)
-            size_of_range = tl.maximum(tl.maximum(-below, above), 0.0)
-            scale = tl.div_rn(size_of_range, tl.zeros((ROWS,), tl.float32) + half).to(least.dtype).to(tl.float32)
+            below = rounded(least * factor, dtype)
+            above = rounded(most * factor, dtype)
+            magnitude = tl.maximum(tl.maximum(-below, above), 0.0)
+            steps = tl.full((ROWS,), 0.0, tl.float32) + half
+            scale = rounded(tl.div_rn(magnitude, steps), dtype)
             scale = tl.where(scale == 0, eps, scale)
-        inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)
-        scale = scale[:, None]
+        one = tl.full((ROWS,), 1.0, tl.float32)
+        inverse = tl.div_rn(one, scale)
         level = x * inverse[:, None]
-        zero = scale
+        zero = level
         if SHIFTED:
-            zero = tl.load(zeros + at, row < rows, other=0.0)[:, None]
+            zero_point = tl.load(zeros + at, is_row, other=0.0)
+            zero = zero_point[:, None]
             level = level + zero
         level = nearest(level, low, high, INTEGERS, smallest, rounder)
         if SHIFTED:
             level = level - zero
-        lost = tl.exp2(norm * tl.log2(tl.abs(level * scale - x)))
+        distance = tl.abs(level * scale[:, None] - x)
+        lost = tl.exp2(norm * tl.log2(distance))
         if WEIGHED:
             lost = lost * weight
-        total = tl.sum(tl.where(within, lost, 0.0), 1)
+        lost = tl.where(within, lost, 0.0)
+        total = tl.sum(lost, 1)
         if WHOLE:
             improves = total < least_error
-            tl.store(out + at, improves, row < rows)
+            tl.store(out + at, improves, is_row)
             least_error = tl.where(improves, total, least_error)
         else:
-            piece = tl.program_id(1).to(tl.int64) * candidates * rows
-            tl.store(out + piece + at, total, row < rows)
+            piece = tl.program_id(1).to(tl.int64)
+            out_of_piece = out + piece * candidates * rows
+            tl.store(out_of_piece + at, total, is_row)
     if WHOLE:
-        tl.store(least_errors + row, least_error, row < rows)
+        tl.store(least_errors + row, least_error, is_row)
+
+
+@triton.jit
+def rounded(value, dtype: tl.constexpr):
+    """A float32 rounded to a dtype."""
+    stored = value.to(dtype)
+    return stored.to(tl.float32)
 
 
 @triton.jit
@@ -186,19 +234,29 @@ def round_panel(
     ``left``, ``step``, ``zeros``, ``levels`` and ``errors`` are (columns, rows): a column of the weight is contiguous;
     ``factor`` is (columns, columns), its rows ``stride`` apart.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_row = tl.program_id(0) * ROWS
+    row_of_tile = tl.arange(0, ROWS)
+    row = first_row + row_of_tile
     known = tl.arange(0, PANEL)
     within = row < rows
     done = tl.zeros((PANEL, ROWS), tl.float32)
     for i in range(columns):
         # Zero below the diagonal, so only columns before this one count.
-        taken = tl.load(factor + known.to(tl.int64) * stride + i, known < i, other=0.0)
-        at = i * rows + row
-        value = tl.load(left + at, within, other=0.0) - tl.sum(done * taken[:, None], 0)
+        at_factor = known.to(tl.int64) * stride + i
+        taken = tl.load(factor + at_factor, known < i, other=0.0)
+        of_column = i * rows
+        at = of_column + row
+        correction = tl.sum(done * taken[:, None], 0)
+        value = tl.load(left + at, within, other=0.0) - correction
         scale = tl.load(step + at, within, other=1.0)
         zero = tl.load(zeros + at, within, other=0.0)
-        level = nearest(tl.div_rn(value, scale) + zero, low, high, INTEGERS, smallest, rounder)
-        error = tl.div_rn(value - (level - zero) * scale, tl.load(factor + i * (stride + 1) + row * 0))
+        steps = tl.div_rn(value, scale) + zero
+        level = nearest(steps, low, high, INTEGERS, smallest, rounder)
+        difference = value - (level - zero) * scale
+        at_diagonal = i * (stride + 1) + row * 0
+        diagonal = tl.load(factor + at_diagonal)
+        error = tl.div_rn(difference, diagonal)
         tl.store(levels + at, level, within)
         tl.store(errors + at, error, within)
-        done = tl.where((known == i)[:, None], error[None, :], done)
+        is_column = known == i
+        done = tl.where(is_column[:, None], error[None, :], done)

@@ -28,13 +28,17 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
     low = np.full(shape[:2], mask, np.int32)
     high = np.full(shape[:2], ~mask, np.int32)
     for a in range(shape[0]):
+        line_low = low[a]
+        line_high = high[a]
         for n in range(shape[2]):  # in the order of memory
             for b in range(shape[1]):
-                start = a * strides[0] + b * strides[1] + n * strides[2]
-                stop = start + (shape[3] - 1) * strides[3] + 1
+                row_start = a * strides[0] + b * strides[1]
+                start = row_start + n * strides[2]
+                last = start + (shape[3] - 1) * strides[3]
+                stop = last + 1
                 piece = bits[start:stop]  # indexed from 0, or nothing is vectorised
-                least = low[a, b]
-                most = high[a, b]
+                least = line_low[b]
+                most = line_high[b]
                 if strides[3] == 1:
                     for g in range(piece.size):
                         key = key_of(piece[g], mask)
@@ -45,12 +49,14 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
                         key = key_of(piece[g * strides[3]], mask)
                         least = key if key < least else least
                         most = key if key > most else most
-                low[a, b] = least
-                high[a, b] = most
+                line_low[b] = least
+                line_high[b] = most
     for a in range(shape[0]):
+        line_low = low[a]
+        line_high = high[a]
         for b in range(shape[1]):
-            least = low[a, b]
-            most = high[a, b]
+            least = line_low[b]
+            most = line_high[b]
             has_nan = most > infinity or least < ~infinity
             ends[0, a, b] = mask if has_nan else key_of(least, mask)
             ends[1, a, b] = mask if has_nan else key_of(most, mask)
@@ -99,14 +105,15 @@ def add_tables(even: Any, odd: Any, counts: Any) -> None:
 def count_codes(codes: Any, even: Any, odd: Any) -> None:
     """Count codes at even and at odd places in two tables, so that equal neighbours do not wait for each other."""
     half = codes.size // 2
+    one = np.uint32(1)
     for i in range(half):
         first = codes[2 * i]
         second = codes[2 * i + 1]
-        even[first] += np.uint32(1)
-        odd[second] += np.uint32(1)
+        even[first] += one
+        odd[second] += one
     if codes.size % 2:
         last = codes[codes.size - 1]
-        even[last] += np.uint32(1)
+        even[last] += one
 
 
 @jit()

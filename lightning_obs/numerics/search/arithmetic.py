@@ -158,8 +158,12 @@ def _twelve_fifths(error: Any, exponent: Any) -> Any:
     bits = i32(f32(square).view(i32) >> i32(12))
     y = i32(_BITS_OF_ONE - i32(bits * _SLOPE)).view(f32)
     fifth = square * y
-    r = (fifth * fifth) * (fifth * fifth) * y
-    correction = (((_R4 * r + _R3) * r + _R2) * r + _R1) * r + _R0
+    two_fifths = fifth * fifth
+    r = two_fifths * two_fifths * y
+    correction = _R4 * r + _R3
+    correction = correction * r + _R2
+    correction = correction * r + _R1
+    correction = correction * r + _R0
     return fifth * square * correction
 
 
@@ -187,20 +191,32 @@ def _any_power(error: Any, exponent: Any) -> Any:
     distance = abs(error)
     bits = i32(f32(distance).view(i32) - _ROOT_OF_HALF)
     whole = f32(i32(bits >> i32(23)))
-    x = i32(i32(bits & _MANTISSA) + _ROOT_OF_HALF).view(f32) - f32(1)
+    mantissa = i32(bits & _MANTISSA)
+    x = i32(mantissa + _ROOT_OF_HALF).view(f32) - f32(1)
     square = x * x
-    first = (_L1 * x + _L0) + (_L3 * x + _L2) * square
-    last = (_L5 * x + _L4) + _L6 * square
-    logarithm = (last * (square * square) + first) * x  # of 1 + x
+    low_terms = _L1 * x + _L0
+    middle_terms = _L3 * x + _L2
+    first = low_terms + middle_terms * square
+    high_terms = _L5 * x + _L4
+    last = high_terms + _L6 * square
+    fourth = square * square
+    quotient = last * fourth + first
+    logarithm = quotient * x  # of 1 + x
     # The result is 2 ** (number + fraction), where float32 has it. whole * exponent - number is one operation: exact.
-    product = whole * exponent.exponent + logarithm * exponent.exponent
+    norm = exponent.exponent
+    product = whole * norm + logarithm * norm
     shifted = min(max(product, f32(-126)), f32(128)) + _ROUNDER
     number = shifted - _ROUNDER
-    fraction = (whole * exponent.exponent - number) + logarithm * exponent.exponent
+    fraction = (whole * norm - number) + logarithm * norm
     fraction = min(max(fraction, f32(-0.5)), f32(0.5))
     square = fraction * fraction
-    power = ((_E5 * fraction + _E4) * square + (_E3 * fraction + _E2)) * square + (_E1 * fraction + _E0)
-    scaled = i32(f32(power).view(i32) + i32(f32(shifted).view(i32) << i32(23))).view(f32)
+    low_terms = _E1 * fraction + _E0
+    middle_terms = _E3 * fraction + _E2
+    high_terms = _E5 * fraction + _E4
+    upper_terms = high_terms * square + middle_terms
+    power = upper_terms * square + low_terms
+    exponent_bits = i32(f32(shifted).view(i32) << i32(23))
+    scaled = i32(f32(power).view(i32) + exponent_bits).view(f32)
     return scaled + distance * f32(0)  # bits do not show a NaN
 
 
@@ -218,5 +234,6 @@ def error_of(value: Any, inverse: Any, scale: Any, low: Any, high: Any, steps: A
         high: the largest number, less the zero point.
         steps: where the numbers between are. Where there is a zero point they are the integers, so it shifts none.
     """
-    level = nearest(min(max(value * inverse, low), high), steps)
+    within = min(max(value * inverse, low), high)
+    level = nearest(within, steps)
     return value - level * scale

@@ -91,16 +91,19 @@ def descend(
         a finite error, the expanded range.
     """
     height, width = block
-    blocks = weight.unflatten(0, (-1, height)).unflatten(2, (-1, width))
+    lines = weight.unflatten(0, (-1, height))
+    blocks = lines.unflatten(2, (-1, width))
     low = blocks.amin((1, 3)) * search.expand
     high = blocks.amax((1, 3)) * search.expand
     tried = _Factors.of(search, weight.device)
     # The values of a row of scales, or their candidates.
-    size = weight.shape[1] * max(height, -(-len(search.factors) // width))
+    candidate_rows = -(-len(search.factors) // width)
+    size = weight.shape[1] * max(height, candidate_rows)
     step = max(1, tile_size(weight.device, _ROWS) // size)
     for start in range(0, len(low), step):
         part = slice(start, min(start + step, len(low)))
-        values = weight[part.start * height : part.stop * height].float()
+        lines_of_part = slice(part.start * height, part.stop * height)
+        values = weight[lines_of_part].float()
         factors = _descend_rows(values, (low[part], high[part]), hessian, search.grid, tried, sweeps)
         low[part] = shrink(low[part], factors)
         high[part] = shrink(high[part], factors)
@@ -126,15 +129,20 @@ def _descend_rows(
     error = torch.zeros_like(values)
     for sweep in range(sweeps):
         candidates = tried.of_sweep(sweep, factors)
-        qparams = _Scales(*grid.qparams(shrink(low, candidates), shrink(high, candidates)))
+        lows = shrink(low, candidates)
+        highs = shrink(high, candidates)
+        qparams = _Scales(*grid.qparams(lows, highs))
         for k in range(low.shape[1]):
             columns = slice(k * width, (k + 1) * width)
-            before = slice(0, k * width if sweep == 0 else None)  # where errors are known
+            stop = k * width if sweep == 0 else None
+            before = slice(0, stop)  # where errors are known
             error[:, columns] = 0
             others = error[:, before] @ hessian[before, columns]
             group_hessian = hessian[columns, columns]
-            best, error[:, columns] = _choose(values[:, columns], others * 2, group_hessian, qparams.at((..., k)), grid)
-            chosen = candidates[..., k].gather(0, best.clamp(min=0)[None])[0]
+            scales = qparams.at((..., k))
+            best, error[:, columns] = _choose(values[:, columns], others * 2, group_hessian, scales, grid)
+            index = best.clamp(min=0).unsqueeze(0)
+            chosen = candidates[..., k].gather(0, index)[0]
             factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
     return factors
 

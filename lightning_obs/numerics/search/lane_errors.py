@@ -135,7 +135,8 @@ def compare(errors: Any, start: int, stop: int, outcome: Outcome) -> None:
         outcome: receives it.
     """
     least = outcome.least[start:stop]
-    for k in range(errors.shape[0]):
+    candidates = errors.shape[0]
+    for k in range(candidates):
         candidate_errors = errors[k]
         improved = outcome.improved[k][start:stop]
         for r in range(least.size):
@@ -170,10 +171,11 @@ def measure_block(
         errors: receives the errors, ``(C, rows)``.
     """
     count = stop - start
+    candidates = errors.shape[0]
     if may_give_up:
         read_ends(block, least)
     may_clip = may_give_up and block.weights.shape[0] == 0
-    for k in range(errors.shape[0]):
+    for k in range(candidates):
         candidate_errors = errors[k][:count]
         take(candidate, k, start, stop, scales, measure.numbers, block)
         is_given_up = may_clip and clips_too_much(candidate, count, measure, least)
@@ -206,18 +208,19 @@ def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, nu
     else:
         divide(largest, scales.factors[k], scales.rule, scale)
     units = block.units
+    side = block.side
     for r in range(scale.size):
         scale[r] *= units[r]
         candidate.inverse[r] = f32(1) / scale[r]
-    spread(candidate.scale, block.side)
-    spread(candidate.inverse, block.side)
+    spread(candidate.scale, side)
+    spread(candidate.inverse, side)
     if scales.zeros.shape[0]:
         zeros = scales.zeros[k][start:stop]
         for r in range(zeros.size):
             candidate.low[r] = numbers.low - zeros[r]
             candidate.high[r] = numbers.high - zeros[r]
-        spread(candidate.low, block.side)
-        spread(candidate.high, block.side)
+        spread(candidate.low, side)
+        spread(candidate.high, side)
 
 
 @jit("contract", inline=True)
@@ -242,6 +245,7 @@ def add_candidate(
 @jit("contract", inline=True)
 def add_errors(values: Any, weights: Any, candidate: Candidate, measure: Measure) -> None:
     """Add the errors of some steps to the total of each lane; no weights: all weigh 1."""
+    count = values.shape[0]
     steps = measure.numbers.steps
     exponent = measure.exponent
     inverse = candidate.inverse
@@ -249,14 +253,15 @@ def add_errors(values: Any, weights: Any, candidate: Candidate, measure: Measure
     low = candidate.low
     high = candidate.high
     total = candidate.total
-    for step in range(values.shape[0]):
+    for step in range(count):
         value = values[step]
         # One loop from the value to the sum: memory between two loops would cost a quarter more.
         if weights.shape[0]:
             weight = weights[step]
             for i in range(LANES):
                 error = error_of(value[i], inverse[i], scale[i], low[i], high[i], steps)
-                total[i] += power_of(error, exponent) * weight[i]
+                power = power_of(error, exponent)
+                total[i] += power * weight[i]
         else:
             for i in range(LANES):
                 error = error_of(value[i], inverse[i], scale[i], low[i], high[i], steps)
@@ -274,11 +279,14 @@ def read_ends(block: Block, least: Least) -> None:
     low[:] = f32(0)
     high[:] = f32(0)
     least.error[:] = _INFINITY
-    for step in range(block.values.shape[0]):
-        value = block.values[step]
+    values = block.values
+    steps = values.shape[0]
+    for step in range(steps):
+        value = values[step]
         for i in range(LANES):
-            low[i] = value[i] if value[i] < low[i] else low[i]
-            high[i] = value[i] if value[i] > high[i] else high[i]
+            number = value[i]
+            low[i] = number if number < low[i] else low[i]
+            high[i] = number if number > high[i] else high[i]
     width = LANES // 2
     while width >= block.side:
         for i in range(width):
@@ -303,7 +311,8 @@ def clips_too_much(candidate: Candidate, rows: int, measure: Measure, least: Lea
     for r in range(rows):
         lowest = power_at(candidate, r, least.low[r], measure)
         highest = power_at(candidate, r, least.high[r], measure)
-        clips &= max(lowest, highest) > least.error[r] * _CERTAINLY
+        loss = max(lowest, highest)
+        clips &= loss > least.error[r] * _CERTAINLY
     return clips
 
 
@@ -312,5 +321,7 @@ def power_at(candidate: Candidate, lane: int, value: Any, measure: Measure) -> A
     """What a value loses by the candidate of one lane."""
     inverse = candidate.inverse[lane]
     scale = candidate.scale[lane]
-    error = error_of(value, inverse, scale, candidate.low[lane], candidate.high[lane], measure.numbers.steps)
+    low = candidate.low[lane]
+    high = candidate.high[lane]
+    error = error_of(value, inverse, scale, low, high, measure.numbers.steps)
     return power_of(error, measure.exponent)

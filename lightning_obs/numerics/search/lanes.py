@@ -60,19 +60,23 @@ def load(source: Source, first: int, units: Any, block: Any) -> None:
     """
     pieces = source.shape[2]
     size = source.shape[3]
+    columns = source.shape[1]
     side = LANES // lanes_of(pieces * size)
     numbers = block.reshape(-1)
-    if units.size < side or pieces * size * side < numbers.size:
+    are_filled = units.size == side and pieces * size * side == numbers.size
+    if not are_filled:
         numbers[:] = f32(0)
     for r in range(units.size):
         row = first + r
-        a = row // source.shape[1]
-        b = row % source.shape[1]
+        a = row // columns
+        b = row % columns
         start = a * source.strides[0] + b * source.strides[1]
         for n in range(pieces):
             begin = n * size * side + r
-            piece = numbers[begin : begin + (size - 1) * side + 1]
-            load_piece(source, start + n * source.strides[2], units[r], side, piece)
+            end = begin + (size - 1) * side + 1
+            piece = numbers[begin:end]
+            piece_start = start + n * source.strides[2]
+            load_piece(source, piece_start, units[r], side, piece)
 
 
 @jit(inline=True)

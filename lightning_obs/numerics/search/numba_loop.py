@@ -123,29 +123,40 @@ class _Loop:
         height, width = values.shape[2:]
         # Some lines of the row, or a part of one that is long by itself.
         lines = max(1, _PIECE // width)
-        places = list(itertools.product(range(0, height, lines), range(0, width, _PIECE)))
-        errors = np.empty((len(places), len(scales.factors), 1), np.float32)
+        first_lines = range(0, height, lines)
+        first_columns = range(0, width, _PIECE)
+        places = list(itertools.product(first_lines, first_columns))
+        candidates = len(scales.factors)
+        errors = np.empty((len(places), candidates, 1), np.float32)
         span = self.kernel.Span(0, 0, 1, is_whole=False)
-        nothing = self.kernel.Outcome(np.empty((0, 0), np.bool_), np.empty(0, np.float32))
+        no_flags = np.empty((0, 0), np.bool_)
+        no_errors = np.empty(0, np.float32)
+        nothing = self.kernel.Outcome(no_flags, no_errors)
 
         def work(place: tuple[int, int], piece_errors: Any) -> None:
             n, g = place
-            cut = (..., slice(n, n + lines), slice(g, g + _PIECE))
+            line_slice = slice(n, n + lines)
+            column_slice = slice(g, g + _PIECE)
+            cut = (..., line_slice, column_slice)
             piece = self._source(values[cut])
-            piece_weights = self._source(None if weights is None else weights[cut])
+            weight_view = None if weights is None else weights[cut]
+            piece_weights = self._source(weight_view)
             launch.run(
                 self.kernel.measure_rows, piece, piece_weights, span, scales, self.measure, piece_errors, nothing
             )
 
-        launch.in_threads(work, places, errors, steps=self.size * len(scales.factors))
+        launch.in_threads(work, places, errors, steps=self.size * candidates)
         total = errors.sum(0, dtype=np.float64)
         return torch.from_numpy(total[:, 0])
 
     def _source(self, view: torch.Tensor | None) -> Any:
         """A view ``(A, B, N, G)`` as the loop reads it; None: no values."""
         if view is None:
-            return self.lanes.Source(np.empty(0, np.uint32), (0,) * 4, (0,) * 4)
-        return self.lanes.Source(launch.memory(view), tuple(view.shape), view.stride())
+            nothing = np.empty(0, np.uint32)
+            zeros = (0, 0, 0, 0)
+            return self.lanes.Source(nothing, zeros, zeros)
+        memory = launch.memory(view)
+        return self.lanes.Source(memory, tuple(view.shape), view.stride())
 
 
 def _row_of(view: torch.Tensor, number: int) -> torch.Tensor:
@@ -159,4 +170,6 @@ def _weights_of(rows: Rows) -> torch.Tensor | None:
     if rows.importance is None:
         return None
     times = -(-rows.count // len(rows.importance))
-    return rows.importance[None, :, None].expand(times, -1, rows.view.shape[2], -1)
+    pieces = rows.view.shape[2]
+    repeated = rows.importance[None, :, None]
+    return repeated.expand(times, -1, pieces, -1)
