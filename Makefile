@@ -39,7 +39,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs dist main-job parity engines executorch llama-cpp clients benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs dist main-job parity engines executorch llama-cpp clients gallery benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -272,6 +272,10 @@ executorch: $(VENV)/.installed-test .venv-executorch/.installed
 # torchvision's wheels are built for CUDA: it lies apart, where only the clients that need it see it.
 clients: .venv-clients/.installed
 	.venv-clients/bin/python -m tests.clients.run
+
+# The same, and what they printed goes into the pages of docs/gallery and that table.
+gallery: .venv-clients/.installed
+	.venv-clients/bin/python -m tests.clients.run --gallery
 
 .venv-clients/.installed: constraints-clients.txt
 	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients

@@ -40,17 +40,23 @@ def predict(model):
 L.seed_everything(0)
 row = Row("chemprop MPNN")
 model = network()
+# gallery: begin
 callback = CalibrationCallback("INT8_STATIC", evaluate=True)
-best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+best = ModelCheckpoint("checkpoints", monitor="val_loss_quantized", save_last=True)
 trainer_with(callback, best).fit(model, train, val)
 row.fit(callback)
-loaded = predict(load_checkpoint(network(), row.export(callback)))
+folder = callback.export("chemprop-int8")
+loaded = predict(load_checkpoint(network(), folder))
+# gallery: end
+row.export(callback, folder)
 original = predict(model)
 with quantized(model):
     row.reload(loaded, predict(model), original)
+# gallery: begin
 training = QuantizationAwareTraining("INT8_STATIC")
 trainer_with(training).fit(network(), train, val)
 row.qat(training)
 again = CalibrationCallback("INT8_STATIC", evaluate=True)
 trainer_with(again, epochs=3).fit(network(), train, val, ckpt_path=best.last_model_path, weights_only=False)
+# gallery: end
 row.resume(again)

@@ -18,30 +18,37 @@ def forecast(name, kind, targets, **options):
     row = Row(f"darts {name}")
 
     def model(*callbacks, epochs=1):
+        # gallery: begin
         trainer = {"accelerator": "cpu", "callbacks": list(callbacks), "enable_progress_bar": False}
         lengths = {"input_chunk_length": 24, "output_chunk_length": 12}
-        kept = {"model_name": name, "work_dir": str(row.folder), "save_checkpoints": True, "force_reset": True}
+        kept = {"model_name": name, "work_dir": "darts", "save_checkpoints": True, "force_reset": True}
         fit = {"n_epochs": epochs, "batch_size": 64, "random_state": 0, "pl_trainer_kwargs": trainer}
         return kind(**lengths, **options, **kept, **fit)
+        # gallery: end
 
+    # gallery: begin
     callback = CalibrationCallback("INT8_STATIC", targets=targets, evaluate=True)
     forecaster = model(callback).fit(train, val_series=val, verbose=False)
     row.fit(callback)
-    folder = row.export(callback)
-    forecaster.save(str(row.folder / "saved.pt"))
-    loaded = kind.load(str(row.folder / "saved.pt"), trusted=True)
+    folder = callback.export(f"{name}-int8")
+    forecaster.save(f"{name}.pt")
+    loaded = kind.load(f"{name}.pt", trusted=True)
     load_checkpoint(loaded.model, folder)
+    # gallery: end
+    row.export(callback, folder)
     predictions = [m.predict(12, series=train, verbose=False).values() for m in (loaded, forecaster)]
     with quantized(forecaster.model):
         row.reload(predictions[0], forecaster.predict(12, series=train, verbose=False).values(), predictions[1])
 
+    # gallery: begin
     training = QuantizationAwareTraining("INT8_STATIC", targets=targets)
     model(training).fit(train, val_series=val, verbose=False)
     row.qat(training)
-    resumed = kind.load_from_checkpoint(name, work_dir=str(row.folder), best=False, trusted=True)
+    resumed = kind.load_from_checkpoint(name, work_dir="darts", best=False, trusted=True)
     again = CalibrationCallback("INT8_STATIC", targets=targets, evaluate=True)
     resumed.trainer_params["callbacks"].append(again)
     resumed.fit(train, val_series=val, epochs=2, verbose=False)
+    # gallery: end
     row.resume(again)
 
 

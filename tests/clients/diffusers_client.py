@@ -13,7 +13,9 @@ from tests.clients.row import Row
 
 images = interpolate(torch.tensor(load_digits().images, dtype=torch.float32)[:96, None] / 8 - 1, 16)
 train, val = DataLoader(images[:64], batch_size=16, shuffle=True), DataLoader(images[64:], batch_size=16)
+# gallery: begin
 SCHEME = {"scheme": "INT8_STATIC", "targets": ["Linear", "Conv2d"]}
+# gallery: end
 
 
 class Diffusion(L.LightningModule):
@@ -43,18 +45,24 @@ def fit(model, *callbacks, epochs=1, resumed=None):
 
 row = Row("diffusers UNet2DModel")
 model = Diffusion()
+# gallery: begin
 callback = CalibrationCallback(**SCHEME, evaluate=True)  # of the only child with weights, `unet`
-best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+best = ModelCheckpoint("checkpoints", monitor="val_loss_quantized", save_last=True)
 fit(model, callback, best)
 row.fit(callback)
-loaded = load_checkpoint(Diffusion().unet, row.export(callback)).eval()
+folder = callback.export("unet-int8")
+loaded = load_checkpoint(Diffusion().unet, folder).eval()
+# gallery: end
+row.export(callback, folder)
 unet = model.unet.eval()
 steps = torch.arange(16)
 with torch.no_grad(), quantized(unet):
     row.reload(loaded(images[:16], steps).sample, unet(images[:16], steps).sample)
+# gallery: begin
 training = QuantizationAwareTraining(**SCHEME)
 fit(Diffusion(), training)
 row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
 fit(Diffusion(), again, epochs=2, resumed=best.last_model_path)
+# gallery: end
 row.resume(again)

@@ -20,10 +20,13 @@ def run(*words):
     return config, train(config)
 
 
+# gallery: begin
 config, made = run("callbacks=calibration")
 row.fit(made["callbacks"]["calibration"])
-folder = row.export(made["callbacks"]["calibration"])
+folder = made["callbacks"]["calibration"].export("digits-int8")
 loaded = load_checkpoint(hydra.utils.instantiate(config.model), folder).eval()
+# gallery: end
+row.export(made["callbacks"]["calibration"], folder)
 model = made["model"].eval()
 batch, _ = next(iter(made["datamodule"].val_dataloader()))
 with torch.no_grad():
@@ -31,8 +34,10 @@ with torch.no_grad():
     with quantized(model):
         row.reload(loaded(batch), model(batch), original)
 
+# gallery: begin
 last = made["callbacks"]["model_checkpoint"].last_model_path
 _, trained = run("callbacks=fine_tuning")
 row.qat(trained["callbacks"]["fine_tuning"])
 _, resumed = run("callbacks=calibration", "trainer.max_epochs=3", f"ckpt_path={last}")
+# gallery: end
 row.resume(resumed["callbacks"]["calibration"])

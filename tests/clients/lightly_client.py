@@ -16,7 +16,9 @@ digits = torch.tensor(load_digits().images[:192, None] / 16, dtype=torch.float32
 images = nn.functional.interpolate(digits, 32).repeat(1, 3, 1, 1)
 views = [(image + 0.1 * torch.randn_like(image), image.roll(2, -1)) for image in images]
 train, val = DataLoader(views[:128], 32), DataLoader(views[128:], 32)
+# gallery: begin
 SCHEME = {"scheme": "INT8_STATIC", "targets": ["Linear", "Conv2d"]}
+# gallery: end
 
 
 class SimCLR(pl.LightningModule):
@@ -45,16 +47,22 @@ def fit(model, *callbacks, epochs=1, resumed=None):
 
 row = Row("lightly SimCLR")
 model = SimCLR()
+# gallery: begin
 callback = CalibrationCallback(**SCHEME, evaluate=True)
-best = pl.callbacks.ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+best = pl.callbacks.ModelCheckpoint("checkpoints", monitor="val_loss_quantized", save_last=True)
 fit(model, callback, best)
 row.fit(callback)
-loaded = load_checkpoint(SimCLR(), row.export(callback)).eval()
+folder = callback.export("simclr-int8")
+loaded = load_checkpoint(SimCLR(), folder).eval()
+# gallery: end
+row.export(callback, folder)
 with torch.no_grad(), quantized(model.eval()):
     row.reload(loaded(images[:32]), model(images[:32]))
+# gallery: begin
 training = QuantizationAwareTraining(**SCHEME)
 fit(SimCLR(), training)
 row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
 fit(SimCLR(), again, epochs=2, resumed=best.last_model_path)
+# gallery: end
 row.resume(again)

@@ -15,7 +15,9 @@ from tests.clients.row import Row
 text = "\n".join(pydoc_data.topics.topics.values()).encode()[: 65 * 192]
 tokens = torch.tensor(list(text)).view(192, 65)
 train, val = DataLoader(tokens[:128], batch_size=16, shuffle=True), DataLoader(tokens[128:], batch_size=16)
+# gallery: begin
 FOUR_BITS = {"weights": {"num_bits": 4, "group_size": 32}}
+# gallery: end
 
 
 class LitLLM(L.LightningModule):
@@ -42,17 +44,23 @@ def fit(model, *callbacks, epochs=1, resumed=None):
 L.seed_everything(0)
 row = Row("litgpt GPT")
 module = LitLLM()
+# gallery: begin
 callback = CalibrationCallback("INT8_STATIC", evaluate=True)
-best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+best = ModelCheckpoint("checkpoints", monitor="val_loss_quantized", save_last=True)
 fit(module, callback, best)
 row.fit(callback)
-loaded = load_checkpoint(LitLLM().model, row.export(callback)).eval()
+folder = callback.export("gpt-int8")
+loaded = load_checkpoint(LitLLM().model, folder).eval()
+# gallery: end
+row.export(callback, folder)
 gpt = module.model.eval()
 with torch.no_grad(), quantized(gpt):
     row.reload(loaded(tokens[:8, :64]), gpt(tokens[:8, :64]))
+# gallery: begin
 training = QuantizationAwareTraining(FOUR_BITS)
 fit(LitLLM(), training)
 row.qat(training)
 again = CalibrationCallback("INT8_STATIC", evaluate=True)
 fit(LitLLM(), again, epochs=2, resumed=best.last_model_path)
+# gallery: end
 row.resume(again)

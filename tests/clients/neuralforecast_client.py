@@ -20,26 +20,33 @@ def forecast(name, kind, **options):
 
     def fit(callback):
         lengths = {"h": 12, "input_size": 24, "max_steps": 20, "val_check_steps": 10, "batch_size": 8}
+        # gallery: begin
         model = kind(**lengths, **options, **QUIET, callbacks=[callback], random_seed=1)
         forecaster = NeuralForecast(models=[model], freq=1)
         forecaster.fit(series, val_size=24)
+        # gallery: end
         return forecaster
 
     def predict(forecaster):
         return forecaster.predict().iloc[:, -1].to_numpy()
 
+    # gallery: begin
     callback = CalibrationCallback("INT8_STATIC", evaluate=True)
     forecaster = fit(callback)
     row.fit(callback)
-    folder = row.export(callback)
-    forecaster.save(str(row.folder / "saved"), overwrite=True)
-    loaded = NeuralForecast.load(str(row.folder / "saved"))
+    folder = callback.export(f"{name}-int8")
+    forecaster.save("saved", overwrite=True)
+    loaded = NeuralForecast.load("saved")
     load_checkpoint(loaded.models[0], folder)
+    # gallery: end
+    row.export(callback, folder)
     original = predict(forecaster)
     with quantized(forecaster.models[0]):
         row.reload(predict(loaded), predict(forecaster), original)
+    # gallery: begin
     training = QuantizationAwareTraining("INT8_STATIC")
     fit(training)
+    # gallery: end
     row.qat(training)
     row.refused("resume", "fit takes no checkpoint of a Trainer, it goes on from the model's weights")
 

@@ -37,21 +37,27 @@ def forecast(name, kind, dataset, options):
         trainer = L.Trainer(max_epochs=epochs, limit_train_batches=4, callbacks=[*callbacks], **QUIET)
         trainer.fit(module, train_loader, val_loader, **resumed)
 
+    # gallery: begin
     forecaster, callback = model(), CalibrationCallback("INT8_STATIC", evaluate=True)
-    best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+    best = ModelCheckpoint(name, monitor="val_loss_quantized", save_last=True)
     fit(forecaster, callback, best)
     row.fit(callback)
-    loaded = load_checkpoint(model(), row.export(callback)).eval()
+    folder = callback.export(f"{name}-int8")
+    loaded = load_checkpoint(model(), folder).eval()
+    # gallery: end
+    row.export(callback, folder)
     batch, _ = next(iter(val_loader))
     with torch.no_grad():
         original = forecaster.eval()(batch)["prediction"]
         with quantized(forecaster):
             row.reload(loaded(batch)["prediction"], forecaster(batch)["prediction"], original)
+    # gallery: begin
     training = QuantizationAwareTraining("INT8_STATIC")
     fit(model(), training)
     row.qat(training)
     again = CalibrationCallback("INT8_STATIC", evaluate=True)
     fit(model(), again, epochs=2, ckpt_path=best.last_model_path, weights_only=False)
+    # gallery: end
     row.resume(again)
 
 

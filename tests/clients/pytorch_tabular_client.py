@@ -28,25 +28,32 @@ def classify(name, config):
             trainer_config=TrainerConfig(max_epochs=2, batch_size=64, accelerator="cpu", **plain, **quiet),
             verbose=False,
         )
+        # gallery: begin
         model.fit(train=train, validation=val, callbacks=[callback])
+        # gallery: end
         return model
 
     def predict(model):
         columns = model.predict(val)
         return columns[[column for column in columns if "probability" in column]].to_numpy()
 
+    # gallery: begin
     callback = CalibrationCallback("INT8_STATIC", evaluate=True)
     model = fit(callback)
     row.fit(callback)
-    folder = row.export(callback)
-    model.save_model(str(row.folder / "saved"))
-    loaded = TabularModel.load_model(str(row.folder / "saved"))
+    folder = callback.export(f"{name}-int8")
+    model.save_model(name)
+    loaded = TabularModel.load_model(name)
     load_checkpoint(loaded.model, folder)
+    # gallery: end
+    row.export(callback, folder)
     original = predict(model)
     with quantized(model.model):
         row.reload(predict(loaded), predict(model), original)
+    # gallery: begin
     training = QuantizationAwareTraining("INT8_STATIC")
     fit(training)
+    # gallery: end
     row.qat(training)
     row.refused("resume", "TabularModel.fit takes no checkpoint of a Trainer")
 

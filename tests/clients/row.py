@@ -15,8 +15,12 @@ from pathlib import Path
 
 import torch
 
+from lightning_obs.report.summary import layer_table, print_report
+
 #: the columns of the table after the client's name
 COLUMNS = ("fit", "quantized metric", "export", "reload", "QAT", "resume")
+#: so many of the layers with the largest errors are printed
+LAYERS = 3
 #: begins the lines that are entries of the table
 MARK = "ROW "
 
@@ -36,13 +40,12 @@ class Row:
         self._tell("fit", f"{self._steps} steps, {time.perf_counter() - self._began:.1f} s")
         name, (original, quantized) = next(iter(callback.metrics.items()))
         self._tell("quantized metric", f"{name} {original:.4g} -> {quantized:.4g}")
+        print_report(layer_table(callback.layer_errors()[:LAYERS]))
 
-    def export(self, callback) -> Path:
-        """Write the callback's checkpoint; returns its folder."""
-        folder = callback.export(self.folder / "checkpoint")
+    def export(self, callback, folder: Path) -> None:
+        """The callback has written its checkpoint."""
         size = sum(file.stat().st_size for file in folder.iterdir())
         self._tell("export", f"{len(callback.result.modules)} modules, {size / 1e3:,.0f} kB")
-        return folder
 
     def reload(self, loaded, quantized, original=None) -> None:
         """Outputs of a new model with the checkpoint, of the calibrated one under ``quantized()``, and of its own."""

@@ -1,8 +1,9 @@
 """Run the clients, and print a table of what works: ``make clients``, or some of them by name.
 
-    .venv-clients/bin/python -m tests.clients.run timm lightly
+    .venv-clients/bin/python -m tests.clients.run timm_client lightly_client
 
-Each client is a process of its own, with a time limit; the exit code is 1 if a step of one fails.
+Each client is a process of its own, with a time limit; the exit code is 1 if a step of one fails. With ``--gallery``
+their pages in docs/gallery are written anew, and their rows in docs/evidence/clients.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from importlib import metadata
 from pathlib import Path
 
+from tests.clients import gallery
 from tests.clients.row import COLUMNS, MARK
 
 FOLDER = Path(__file__).parent
@@ -45,48 +47,50 @@ def clients() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*_client.py"))
 
 
-def run(client: str) -> tuple[dict[str, dict[str, str]], str]:
-    """Run one client: the entries of its rows, by row and column, and what it said if it failed."""
+def run(client: str) -> tuple[dict[str, dict[str, str]], str, bool]:
+    """Run one client: the entries of its rows, by row and column, what it printed, and whether it failed."""
     pictures = str(Path(sys.prefix) / "vision") if client in SEE_PICTURES else ""
-    command = [sys.executable, "-W", "ignore", "-c", LAUNCH, client, pictures]
+    command = [sys.executable, "-u", "-W", "ignore", "-c", LAUNCH, client, pictures]
     paths = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
     surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     try:
         with tempfile.TemporaryDirectory() as folder:  # for what a package writes where it is run
             options = {"cwd": folder, "timeout": LIMIT, "env": surroundings}
-            done = subprocess.run(command, capture_output=True, text=True, **options)
-        output, said, failed = done.stdout, done.stderr, done.returncode != 0
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+        output, failed = done.stdout, done.returncode != 0
     except subprocess.TimeoutExpired as error:
-        output, said, failed = (error.stdout or b"").decode(), f"no end after {LIMIT:.0f} s", True
+        output, failed = f"{(error.stdout or b'').decode()}\nno end after {LIMIT:.0f} s", True
     rows: dict[str, dict[str, str]] = {}
     for line in output.splitlines():
         if line.startswith(MARK):
             name, column, text = json.loads(line.removeprefix(MARK))
             rows.setdefault(name, {})[column] = text
-    return rows or {client: {}}, said if failed else ""
+    return rows or {client: {}}, output, failed
 
 
 def main() -> int:
     """Print the table, and the errors below it."""
-    names = sys.argv[1:] or clients()
+    names = [name for name in sys.argv[1:] if name != "--gallery"] or clients()
     failures = {}
     print("| client |", " | ".join(COLUMNS), "| seconds |")
     print("|---" * (len(COLUMNS) + 2) + "|")
     for client in names:
         began = time.perf_counter()
-        rows, said = run(client)
+        rows, output, failed = run(client)
         for name, entries in rows.items():
             cells = [entries.get(column, "**failed**") for column in COLUMNS]
             seconds = f"{time.perf_counter() - began:.0f}" if name == list(rows)[-1] else ""
             print("|", " | ".join([name, *cells, seconds]), "|", flush=True)
             if "**failed**" in cells:
-                failures[client] = said
-        if said:
-            failures[client] = said
+                failed = True
+        if failed:
+            failures[client] = output
+        elif "--gallery" in sys.argv:
+            gallery.write(client, rows, output)
     versions = {name: metadata.version(name) for name in ("torch", "lightning", "pytorch-lightning")}
     print("\n" + ", ".join(f"{name} {version}" for name, version in versions.items()))
-    for client, said in failures.items():
-        print(f"\n{client} failed:\n{said[-3000:]}", file=sys.stderr)
+    for client, output in failures.items():
+        print(f"\n{client} failed:\n{output[-3000:]}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -9,8 +9,10 @@ from tests.clients.row import Row
 scvi.settings.seed = 0
 cells = scvi.data.synthetic_iid(n_genes=200)
 scvi.model.SCVI.setup_anndata(cells, batch_key="batch")
+# gallery: begin
 # Two layers that SCVI has and does not call: for the library's size, and for dispersions by cell.
 SCHEME = {"scheme": "INT8_STATIC", "ignore": ["re:module.l_encoder.*", "module.decoder.px_r_decoder"]}
+# gallery: end
 
 
 def train(*callbacks, epochs=2, **options):
@@ -22,20 +24,25 @@ def train(*callbacks, epochs=2, **options):
 
 
 row = Row("scvi-tools SCVI")
+# gallery: begin
 callback = CalibrationCallback(**SCHEME, evaluate=True)
-last = ModelCheckpoint(row.folder, save_last=True)
+last = ModelCheckpoint("checkpoints", save_last=True)
 model = train(callback, last, enable_checkpointing=True)
 row.fit(callback)
-folder = row.export(callback)
-model.save(str(row.folder / "saved"))
-loaded = scvi.model.SCVI.load(str(row.folder / "saved"), adata=cells)
+folder = callback.export("scvi-int8")
+model.save("saved")
+loaded = scvi.model.SCVI.load("saved", adata=cells)
 load_checkpoint(loaded.module, folder)  # the folder's names begin with "module."
+# gallery: end
+row.export(callback, folder)
 latent = model.get_latent_representation()
 with quantized(model.module):
     row.reload(loaded.get_latent_representation(), model.get_latent_representation(), latent)
+# gallery: begin
 training = QuantizationAwareTraining(**SCHEME)
 train(training)
 row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
 train(again, epochs=3, ckpt_path=last.last_model_path)
+# gallery: end
 row.resume(again)

@@ -16,7 +16,9 @@ images = interpolate(digits, 64).repeat(1, 3, 1, 1)
 masks = (images[:, :1] > 0.5).float()
 train = DataLoader(TensorDataset(images[:64], masks[:64]), batch_size=16, shuffle=True)
 val = DataLoader(TensorDataset(images[64:], masks[64:]), batch_size=16)
+# gallery: begin
 SCHEME = {"scheme": "INT8_STATIC_ASYM", "targets": ["Linear", "Conv2d"]}  # it has no Linear
+# gallery: end
 
 
 class Segmentation(L.LightningModule):
@@ -44,16 +46,22 @@ def fit(model, *callbacks, epochs=1, resumed=None):
 
 row = Row("segmentation-models-pytorch Unet")
 model = Segmentation()
+# gallery: begin
 callback = CalibrationCallback(**SCHEME, evaluate=True)
-best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+best = ModelCheckpoint("checkpoints", monitor="val_loss_quantized", save_last=True)
 fit(model, callback, best)
 row.fit(callback)
-loaded = load_checkpoint(Segmentation(), row.export(callback)).eval()
+folder = callback.export("unet-int8")
+loaded = load_checkpoint(Segmentation(), folder).eval()
+# gallery: end
+row.export(callback, folder)
 with torch.no_grad(), quantized(model.eval()):
     row.reload(loaded(images[:16]), model(images[:16]))
+# gallery: begin
 training = QuantizationAwareTraining(**SCHEME)
 fit(Segmentation(), training)
 row.qat(training)
 again = CalibrationCallback(**SCHEME, evaluate=True)
 fit(Segmentation(), again, epochs=2, resumed=best.last_model_path)
+# gallery: end
 row.resume(again)

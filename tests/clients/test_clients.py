@@ -2,12 +2,13 @@
 
 import ast
 import json
+import re
 import sys
 
 import pytest
 import torch
 
-from tests.clients import run
+from tests.clients import gallery, run
 from tests.clients.row import COLUMNS, MARK, Row, _difference
 
 CLIENTS = run.clients()
@@ -25,7 +26,10 @@ def test_every_package_has_a_client():
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_client_is_short_and_takes_every_step(client):
     text = (run.FOLDER / f"{client}.py").read_text()
-    assert len(text.splitlines()) <= 60
+    of_a_user = [
+        line for line in text.splitlines() if not line.strip().startswith((gallery.BEGIN, gallery.END, "row."))
+    ]
+    assert len(of_a_user) <= 60
     called = {
         node.func.attr for node in ast.walk(ast.parse(text)) if isinstance(getattr(node, "func", None), ast.Attribute)
     }
@@ -62,3 +66,80 @@ def test_a_client_that_takes_every_step_passes(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run", "some_client"])
     assert run.main() == 0
     assert f"| name | {' | '.join(['well'] * len(COLUMNS))} |" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------- docs/gallery
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_page_of_the_gallery_shows_the_client_s_own_lines(client):
+    text = gallery.page(client).read_text()
+    assert gallery.fill(text, "shown", gallery.code) == text
+    assert f"<!-- shown: tests/clients/{client}.py -->\n```python\n" in text
+    assert f"`.venv-clients/bin/python -m tests.clients.run --gallery {client}`" in text
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_page_of_the_gallery_says_of_each_step_what_the_table_says(client):
+    text = gallery.page(client).read_text()
+    models = re.search(r"^\| \| (.*) \|$", text, flags=re.MULTILINE)[1].split(" | ")
+    steps = [re.search(rf"^\| {name} \| (.*) \|$", text, flags=re.MULTILINE)[1] for name in gallery.STEPS.values()]
+    by_model = zip(*[line.split(" | ") for line in steps], strict=True)
+    table = gallery.TABLE.read_text()
+    for model, entries in zip(models, by_model, strict=True):
+        assert f"{model} | {' | '.join(entries)} |\n" in table
+
+
+def test_the_index_of_the_gallery_and_the_menu_have_each_page():
+    index = (gallery.ROOT / "docs" / "gallery" / "index.md").read_text()
+    menu = (gallery.ROOT / "mkdocs.yml").read_text()
+    for package in PACKAGES:
+        assert f"]({package}.md)" in index
+        assert f": gallery/{package}.md\n" in menu
+    commands = re.findall(r"-m tests[.]clients[.]run --gallery (\w+)", index)
+    assert commands
+    assert set(commands) <= set(CLIENTS)
+
+
+def test_a_page_is_filled_with_a_run_s_lines_and_the_rest_of_it_stays(tmp_path, monkeypatch):
+    monkeypatch.setattr(gallery, "TABLE", tmp_path / "clients.md")
+    monkeypatch.setattr(gallery, "page", lambda _: tmp_path / "page.md")
+    gallery.TABLE.write_text("before\n| torch A | old |\n| other | old |\n")
+    blocks = [f"<!-- {kind} -->\nold\n<!-- end -->\n" for kind in ("printed", "rows")]
+    (tmp_path / "page.md").write_text("# By hand\n" + "by hand\n".join(blocks))
+    mark = f"{MARK}{json.dumps(['torch A', 'fit', '4 steps'])}"
+    printed = [
+        "GPU available",
+        "W8A8: calibrated 2 modules",
+        mark,
+        "worst layers  SQNR",
+        "\x1b[2mfirst\x1b[0m  1.0",
+        mark,
+    ]
+    printed += ["wrote /tmp/clients-a1/int8", "not ours"]
+    printed += [f"{MARK}{json.dumps(['torch A', 'QAT', 'well'])}", "W8A8: calibrated 3 modules"]
+    row = dict.fromkeys(COLUMNS, "well") | {"fit": "4 steps, 1.5 s"}
+    gallery.write("torch_client", {"torch A": row}, "\n".join(printed))
+    text = (tmp_path / "page.md").read_text()
+    lines = ["W8A8: calibrated 2 modules", "worst layers  SQNR", "first  1.0", "wrote int8"]
+    assert text.startswith("\n".join(["# By hand", "<!-- printed -->", "```text", *lines, "```\n"]))
+    assert "| | A |\n|---|---|\n| trained | 4 steps |\n| metric in float -> quantized | well |\n" in text
+    assert text.count("by hand") == 1
+    assert "old" not in text
+    assert gallery.TABLE.read_text() == f"before\n| torch A | 4 steps | {' | '.join(['well'] * 5)} |\n| other | old |\n"
+
+
+def test_the_lines_of_row_are_not_shown():
+    marked = [
+        gallery.BEGIN,
+        "b = 1",
+        "row.fit(b)",
+        gallery.END,
+        "c",
+        f"    {gallery.BEGIN}",
+        "    d",
+        f"    {gallery.END}",
+    ]
+    text = "\n".join(["import a", "from lightning_obs import b", *marked, ""])
+    assert gallery.shown(text) == "from lightning_obs import b\n\nb = 1\n\nd\n"
+    assert gallery.shown("key: value\n") == "key: value\n"

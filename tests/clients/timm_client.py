@@ -15,7 +15,9 @@ digits = load_digits()
 images = interpolate(torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16, 64).repeat(1, 3, 1, 1)
 pairs = list(zip(images, digits.target, strict=True))
 train, val = DataLoader(pairs[:128], 32, shuffle=True), DataLoader(pairs[128:192], 32)
+# gallery: begin
 SCHEME = {"scheme": "INT8_STATIC_ASYM", "targets": ["Linear", "Conv2d"]}
+# gallery: end
 
 
 class Classifier(L.LightningModule):
@@ -45,16 +47,22 @@ VIT = {"img_size": 64, "depth": 4}
 for name, options in [("resnet18", {}), ("vit_tiny_patch16_224", VIT), ("convnext_atto", {})]:
     row = Row(f"timm {name}")
     model = Classifier(name, **options)
+    # gallery: begin
     callback = CalibrationCallback(**SCHEME, evaluate=True)
-    best = ModelCheckpoint(row.folder, monitor="val_loss_quantized", save_last=True)
+    best = ModelCheckpoint(name, monitor="val_loss_quantized", save_last=True)
     fit(model, callback, best)
     row.fit(callback)
-    loaded = load_checkpoint(Classifier(name, **options), row.export(callback)).eval()
+    folder = callback.export(f"{name}-int8")
+    loaded = load_checkpoint(Classifier(name, **options), folder).eval()
+    # gallery: end
+    row.export(callback, folder)
     with torch.no_grad(), quantized(model.eval()):
         row.reload(loaded(images[:32]), model(images[:32]))
+    # gallery: begin
     training = QuantizationAwareTraining(**SCHEME)
     fit(Classifier(name, **options), training)
     row.qat(training)
     again = CalibrationCallback(**SCHEME)
     fit(Classifier(name, **options), again, epochs=2, resumed=best.last_model_path)
+    # gallery: end
     row.resume(again)
