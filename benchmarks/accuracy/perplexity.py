@@ -4,7 +4,7 @@
 
 Runs the application once per row and prints one Markdown table. The third row leaves out the layers that the report of
 the second run names (``ignore_from``). About 75 s a row on two cores. The model's weights lie on a 4-bit lattice, so
-4 bits are measured on another (``benchmarks/accuracy/accuracy_4bit.py``).
+4 bits are measured on another (``benchmarks/accuracy/accuracy.py``).
 """
 
 import argparse

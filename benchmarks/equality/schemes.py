@@ -1,7 +1,7 @@
 """Every scheme end to end: calibrate, export, reload with transformers, compare logits.
 
-    python benchmarks/accuracy/schemes.py                         # a tiny Llama made on the fly, float32 and bfloat16
-    python benchmarks/accuracy/schemes.py --scheme NVFP4 W4A16
+    python benchmarks/equality/schemes.py                         # a tiny Llama made on the fly, float32 and bfloat16
+    python benchmarks/equality/schemes.py --scheme NVFP4 W4A16
 
 Prints the table of docs/evidence/schemes.md. ``default load`` and ``dequantize=True`` are the largest difference
 between the logits of ``quantized(model)`` and those of the checkpoint loaded by ``from_pretrained`` as it is, or with

@@ -1,0 +1,194 @@
+"""The models that accuracy is measured on: how each is calibrated, and how its loss on held-out texts is computed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from held_out_texts import BlockTexts, SentenceTexts
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModel, AutoTokenizer
+
+from lightning_obs.app.models.pretrained import load_pretrained
+from lightning_obs.numerics.divergence import compare
+
+Batch: TypeAlias = dict[str, torch.Tensor]
+BATCH_SIZE, MOST_TOKENS = 16, 128
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over blocks or texts, with its standard error.
+
+    >>> str(Estimate.of([0.1, 0.2, 0.3]))
+    '0.2000 ± 0.0577'
+    """
+
+    mean: float
+    error: float
+
+    @classmethod
+    def of(cls, values: list[float]) -> Estimate:
+        numbers = torch.tensor(values, dtype=torch.float64)
+        error = numbers.std().item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return cls(numbers.mean().item(), error)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.4f} ± {self.error:.4f}"
+
+
+#: the estimates of one row, each in the order of ``columns``, by the name of the held-out text
+Losses: TypeAlias = dict[str, list[Estimate]]
+
+
+class Encoder:
+    """Sentence embeddings of a model of transformers.
+
+    Args:
+        folder: of the model.
+        device: that runs it.
+        batches: to calibrate on, of 16 paragraphs.
+    """
+
+    columns = ("1 - cosine",)
+    ignore: tuple[str, ...] = ("re:.*pooler.*",)
+    pipeline, token_mask = "basic", "attention_mask"
+
+    def __init__(self, folder: Path, device: str, batches: int = 4) -> None:
+        self.device = device
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        texts = SentenceTexts(self.tokenizer, BATCH_SIZE * batches)
+        self._calibration = texts.calibration
+        self.held_out = texts.held_out
+        self._expected = {name: self._embed(self.model, texts) for name, texts in self.held_out.items()}
+        self.plain = seconds_of_second(self.calibrate, self.model, device)
+        counts = [f"{len(texts)} texts ({name})" for name, texts in self.held_out.items()]
+        self.title = ", ".join(counts)
+
+    def batches(self) -> list[Batch]:
+        """The batches to calibrate on."""
+        return self._tokenized(self._calibration)
+
+    def calibrate(self, model: nn.Module) -> None:
+        self._embed(model, self._calibration)
+
+    def measure(self, model: nn.Module) -> Losses:
+        """1 - cosine of the embeddings to the unquantized model's."""
+        losses = {}
+        for name, texts in self.held_out.items():
+            cosines = (self._embed(model, texts) * self._expected[name]).sum(-1)
+            losses[name] = [Estimate.of((1 - cosines).tolist())]
+        return losses
+
+    def _tokenized(self, texts: list[str]) -> list[Batch]:
+        options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MOST_TOKENS}
+        starts = range(0, len(texts), BATCH_SIZE)
+        return [dict(self.tokenizer(texts[start : start + BATCH_SIZE], **options)) for start in starts]
+
+    @torch.no_grad()
+    def _embed(self, model: nn.Module, texts: list[str]) -> torch.Tensor:
+        """Embeddings of texts, ``(texts, C)`` of length 1: the mean over tokens."""
+        embeddings = []
+        for batch in on_device(self._tokenized(texts), self.device):
+            hidden = model(**batch).last_hidden_state
+            mask = batch["attention_mask"].unsqueeze(-1)
+            embeddings.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=-1))
+        return torch.cat(embeddings)
+
+
+class Language:
+    """The predictions of a causal model.
+
+    Args:
+        folder: of the model; None: the default model.
+        device: that runs it.
+        batches: to calibrate on, of one block of 512 tokens.
+        eval_batches: blocks of each held-out text. The unquantized model's logits of all of them are kept.
+        path: text to calibrate on and to hold out, in place of Python's documentation.
+    """
+
+    columns = ("loss grows by [nats]", "KL [nats]")
+    ignore: tuple[str, ...] = ("lm_head",)
+    pipeline, token_mask = "sequential", None
+
+    def __init__(
+        self, folder: Path | None, device: str, batches: int = 16, *, eval_batches: int, path: str | None = None
+    ) -> None:
+        self.folder, self.device = folder, device
+        self.model, self.tokenizer = load_pretrained(folder, dtype="float32")
+        self.model.eval().to(device)
+        texts = BlockTexts(self.tokenizer, batches, eval_batches, path)
+        self._calibration = texts.calibration
+        self.held_out = texts.held_out
+        self._expected = {name: list(self._logits(self.model, blocks)) for name, blocks in self.held_out.items()}
+        self.plain = seconds_of_second(self.calibrate, self.model, device)
+        self.title = ", ".join(self._perplexity_of(name) for name in self.held_out)
+
+    def batches(self) -> list[Batch]:
+        """The batches to calibrate on."""
+        return [{"input_ids": block.unsqueeze(0)} for block in self._calibration]
+
+    @torch.no_grad()
+    def calibrate(self, model: nn.Module) -> None:
+        for batch in on_device(self.batches(), self.device):
+            model(**batch, use_cache=False)
+
+    def measure(self, model: nn.Module) -> Losses:
+        """The growth of the next-token loss and the divergence from the unquantized model's predictions."""
+        losses = {}
+        for name, blocks in self.held_out.items():
+            grown, divergences = [], []
+            logits = self._logits(model, blocks)
+            for block, expected, quantized in zip(blocks, self._expected[name], logits, strict=True):
+                grown.append(next_token_loss(quantized, block) - next_token_loss(expected, block))
+                divergence, _ = compare(quantized, expected)
+                divergences.append(divergence.item() / len(block))
+            losses[name] = [Estimate.of(grown), Estimate.of(divergences)]
+        return losses
+
+    @torch.no_grad()
+    def _logits(self, model: nn.Module, blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The logits ``(tokens, classes)`` of each block, on the CPU."""
+        for block in blocks:
+            yield model(input_ids=block.unsqueeze(0).to(self.device), use_cache=False).logits[0].float().cpu()
+
+    def _perplexity_of(self, name: str) -> str:
+        blocks = self.held_out[name]
+        losses = []
+        for block, logits in zip(blocks, self._expected[name], strict=True):
+            losses.append(next_token_loss(logits, block))
+        perplexity = math.exp(sum(losses) / len(losses))
+        return f"{sum(map(len, blocks)):,} tokens ({name}, perplexity {perplexity:.2f})"
+
+
+def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
+    """The mean cross-entropy of each next token [nats], from logits ``(tokens, classes)``."""
+    return F.cross_entropy(logits[:-1], tokens[1:]).item()
+
+
+def on_device(batches: list[Batch], device: str) -> Iterator[Batch]:
+    for batch in batches:
+        yield {name: value.to(device) for name, value in batch.items()}
+
+
+def clock(device: str) -> float:
+    """CPU time; of an accelerator wall time, with all done that it was given [s]."""
+    if device == "cpu":
+        return time.process_time()
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def seconds_of_second(run: Any, model: nn.Module, device: str) -> float:
+    """The time of the second of two runs [s]."""
+    run(model)
+    start = clock(device)
+    run(model)
+    return clock(device) - start
