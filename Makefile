@@ -40,7 +40,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs dist main-job parity engines executorch llama-cpp clients gallery benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs notebooks dist main-job parity engines executorch llama-cpp clients gallery benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -132,6 +132,10 @@ lint: $(VENV)/.installed-test
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "wrote site/index.html; its search needs a server: $(BIN)/python -m http.server -d site"
+
+# Runs the notebooks, and writes into them what they print.
+notebooks: $(VENV)/.installed-test
+	$(BIN)/python -m tests.support.notebooks
 
 # The sdist and, built from it, the wheel. Each is installed in an environment of its own, 4 GB or more while it is tried,
 # and does the main job there, in a folder from which the checkout cannot be imported. JOB: words of the command line.

@@ -1,11 +1,12 @@
 """What the site needs beyond its pages: links that leave ``docs/``, roles in docstrings, options spelled out.
 
 On GitHub a page links to the repository's files (``../examples/03_own_module.py``). The site has them as pages of their
-own, so that it is whole wherever it lies. Docstrings name other objects as Sphinx's roles do; here they become links
-into the reference, where it has the object. Where ``**options`` stand, signatures show each option, and docstrings have
-what the class that declares it says of it.
+own, so that it is whole wherever it lies. Notebooks become pages, with what their cells printed. Docstrings name other
+objects as Sphinx's roles do; here they become links into the reference, where it has the object. Where ``**options``
+stand, signatures show each option, and docstrings have what the class that declares it says of it.
 """
 
+import json
 import re
 from importlib import import_module
 from inspect import getdoc, signature
@@ -26,18 +27,25 @@ CLIMBING = re.compile(r"\]\(((?:\.\./)+)([^)#]+)\)")
 ENTRY = re.compile(r"^    (\*{0,2}\w+): .*(?:\n {5,}.*)*", re.MULTILINE)
 #: where the site has files from outside of docs/
 REPOSITORY = "repository/"
+#: where they lie, and where the site has them
+NOTEBOOKS = "examples/notebooks/"
+PAGES_OF_NOTEBOOKS = "notebooks/"
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([\w.]+)</code>")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files outside of docs/ to which a page in it links."""
+    """Add the files outside of docs/ to which a page in it links, and the notebooks."""
+    root = Path(config.config_file_path).parent
+    for notebook in sorted((root / NOTEBOOKS).glob("*.ipynb")):
+        content = _page_of_notebook(notebook)
+        files.append(File.generated(config, f"{PAGES_OF_NOTEBOOKS}{notebook.stem}.md", content=content))
     outside = set()
     for file in files.documentation_pages():
         for link in CLIMBING.finditer(file.content_string):
-            if _leaves_docs(link, file.src_uri):
+            if _leaves_docs(link, file.src_uri) and not link[2].endswith(".ipynb"):
                 outside.add(link[2])
     for path in sorted(outside):
-        source = Path(config.config_file_path).parent / path
+        source = root / path
         shown = f"# {path}\n\n````{source.suffix[1:]}\n{source.read_text()}\n````\n"
         text = f"---\nsearch: {{exclude: true}}\n---\n{shown}"
         files.append(File.generated(config, f"{REPOSITORY}{path}.md", content=text))
@@ -53,9 +61,27 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def shown_on_the_site(link: re.Match[str]) -> str:
         if not _leaves_docs(link, uri):
             return link[0]
-        return f"]({'../' * uri.count('/')}{REPOSITORY}{link[2]}.md)"
+        path = Path(link[2])
+        shown = f"{PAGES_OF_NOTEBOOKS}{path.stem}" if path.suffix == ".ipynb" else f"{REPOSITORY}{path}"
+        return f"]({'../' * uri.count('/')}{shown}.md)"
 
     return CLIMBING.sub(shown_on_the_site, markdown)
+
+
+def _page_of_notebook(path: Path) -> str:
+    """A notebook as Markdown: each piece of code with what it printed below it."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source.replace("](../../docs/", "](../"))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        printed = "".join("".join(output["text"]) for output in cell["outputs"])
+        if printed:
+            parts.append(f"```text\n{printed}```")
+    title, *rest = parts
+    return "\n\n".join([title, f"This is `{NOTEBOOKS}{path.name}`.", *rest])
 
 
 def _leaves_docs(link: re.Match[str], uri: str) -> bool:
