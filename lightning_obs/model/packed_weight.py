@@ -238,7 +238,13 @@ def _copied(weight: PackedWeight, source: torch.Tensor) -> PackedWeight:
 
 
 def _refuse_writing(func: Any, args: Any) -> None:
-    """Raise a CalibrationError for an operation that changes a packed weight, and for one that shards it."""
+    """Raise a CalibrationError for an operation that changes a packed weight, and for the one that FSDP2 cuts it by."""
+    if func is _aten.split.Tensor:
+        raise CalibrationError(
+            "a packed weight cannot be cut into shards",
+            got="FSDP2, or another operation that splits the weight",
+            remedy="DDP, or one device: every rank holds the packed bytes.",
+        )
     for argument, value in zip(func._schema.arguments, args, strict=False):
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and isinstance(value, PackedWeight):

@@ -330,7 +330,8 @@ def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
         _names(filter(_is_quantized, targets)),
         "already quantized, its weights are on another grid",
         expected="a model in full precision",
-        remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True).",
+        remedy="load the checkpoint that was quantized, or this one with CompressedTensorsConfig(dequantize=True); "
+        "lightning_obs.keep_packed trains adapters on this one.",
     )
     refuse(
         _names(filter(_has_quantized_indices, targets)),

@@ -3,13 +3,17 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import peft
 import pytest
 import torch
+from compressed_tensors.compressors.base import BaseCompressor
 from compressed_tensors.quantization import QuantizationScheme
 from lightning.pytorch import LightningModule, Trainer
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -21,9 +25,11 @@ from lightning_obs import (
     QuantizationAwareTraining,
     export_checkpoint,
     keep_packed,
+    quantized,
 )
 from lightning_obs.model import packed_weight
 from lightning_obs.model.packed_weight import PackedWeight
+from tests.support.rank_processes import run_ranks
 from tests.support.tiny_model import save_tiny_llama
 
 #: peft asks for it
@@ -171,10 +177,15 @@ def test_gradients_pass_through_quantized_activations(folder_of, name):
         assert not parameter.requires_grad or parameter.grad.abs().sum() > 0
 
 
-def test_no_decompressed_weight_waits_for_the_backward(folder_of):
+@pytest.mark.parametrize("around", [nullcontext, quantized])
+def test_no_decompressed_weight_waits_for_the_backward(folder_of, around):
+    """Neither of the base alone, nor, quantized again, of the sum with the adapters."""
     kept = []
     adapted = with_adapters(load(folder_of("int4")))
-    with torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value):
+    with CalibrationSession(adapted.base_model.model, INT4, ignore=["lm_head"]):
+        pass
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda value: kept.append(value) or value, lambda value: value)
+    with around(adapted), hooks:
         adapted(TOKENS, labels=TOKENS).loss.backward()
     shapes = {tuple(weight_of(adapted.base_model.model, name).shape) for name in projections(adapted)}
     dense = [value for value in kept if tuple(value.shape) in shapes and not isinstance(value, PackedWeight)]
@@ -207,6 +218,23 @@ def packed(weight):
     codes = weight.clamp(-1, 1).mul(127).to(torch.int8)
     return PackedWeight({"weight": codes, "weight_scale": torch.ones(len(codes), 1) / 127}, scheme, weight.shape,
                         weight.dtype)  # fmt: skip
+
+
+def test_packed_zero_points_are_read():
+    """transformers 5.23 does not load such a checkpoint."""
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights={"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+    )
+    scheme.format = "pack-quantized"
+    codes = torch.randint(-8, 8, (64, 96))
+    scale = torch.rand(64, 3)
+    zero_point = torch.randint(-8, 8, (64, 3), dtype=torch.int8)
+    expected = ((codes.unflatten(1, (3, 32)) - zero_point[..., None]) * scale[..., None]).flatten(1)
+    entries = {"weight": expected, "weight_scale": scale, "weight_zero_point": zero_point}
+    tensors = BaseCompressor.get_value_from_registry(scheme.format).compress(entries, scheme)
+    del tensors["weight_shape"]
+    assert tensors["weight_zero_point"].dtype == torch.int32
+    assert torch.equal(PackedWeight(tensors, scheme, (64, 96), torch.float32).dequantize(), expected)
 
 
 def test_autocast_computes_as_with_the_decompressed_weight():
@@ -363,3 +391,34 @@ def test_training_a_packed_weight_is_refused(folder_of):
     model.requires_grad_(True)
     with pytest.raises(CalibrationError, match=r"packed weights cannot be trained.*freeze them"):
         model(TOKENS)
+
+
+def trained_on_a_rank(rank, folder):
+    """Gradients of adapters, of one step under DDP; then what FSDP2 says."""
+    adapted = with_adapters(load(folder))
+    wrapped = nn.parallel.DistributedDataParallel(adapted)
+    wrapped(TOKENS[rank : rank + 1], labels=TOKENS[rank : rank + 1]).loss.backward()
+    gradients = [p.grad for p in adapted.parameters() if p.requires_grad]
+    with pytest.raises(CalibrationError, match="cannot be cut into shards"):
+        fully_shard(load(folder), mesh=init_device_mesh("cpu", (2,)))
+    return gradients
+
+
+def test_adapters_train_on_ranks_that_each_hold_the_packed_weights(folder_of):
+    ranks = run_ranks(trained_on_a_rank, 2, folder_of("FP8"))
+    adapted = with_adapters(load(folder_of("FP8")))
+    for row in TOKENS:
+        (adapted(row[None], labels=row[None]).loss / 2).backward()
+    expected = [p.grad for p in adapted.parameters() if p.requires_grad]
+    for gradients in ranks:
+        torch.testing.assert_close(gradients, expected)
+
+
+def test_a_compiled_model_gives_the_same_gradients(folder_of):
+    adapted = with_adapters(load(folder_of("int4")))
+    gradients = []
+    for model in (adapted, torch.compile(adapted, backend="aot_eager")):
+        adapted.zero_grad()
+        model(TOKENS, labels=TOKENS).loss.backward()
+        gradients.append([p.grad.clone() for p in adapted.parameters() if p.requires_grad])
+    torch.testing.assert_close(*gradients)
