@@ -31,6 +31,7 @@ EXPECTED = {
     "10_bit_budget": "largest difference of logits after loading: 0.0",
     "12_program": "the same answers: True",
     "14_lightning_cli": "",
+    "15_packed_lora": "difference after loading: 0.0",
     "11_lm_eval": "accuracy: full precision 0.",
 }
 

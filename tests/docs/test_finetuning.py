@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from lightning_obs import CalibrationSession, export_checkpoint
 from tests.callbacks.qat_modules import Language, language_data
 from tests.support.markdown import blocks, page
 
@@ -45,8 +46,14 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         if "get_peft_model" in code:
             known["module"] = language_model()
+        if "keep_packed" in code:
+            with CalibrationSession(known["module"].model, "W4A16", ignore=["lm_head"]):
+                pass
+            export_checkpoint(known["module"].model, folder / "checkpoint")
         exec(compile(code, "docs/guide/finetune.md", "exec"), known)
-        if "export" not in code:  # a callback alone
+        if "keep_packed" in code:
+            assert (folder / "adapters" / "adapter_model.safetensors").is_file()
+        elif "export" not in code:  # a callback alone
             known["module"] = language_model(torch.bfloat16 if '"NVFP4"' in code else torch.float32)
             run = L.Trainer(callbacks=[known["callback"]], max_steps=20, logger=False, enable_checkpointing=False)
             run.fit(known["module"], known["datamodule"])
