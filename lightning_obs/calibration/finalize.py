@@ -19,7 +19,7 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.observation import CalibrationResult, Observation, PlanSummary
-from lightning_obs.calibration.output_readers import OutputReaders
+from lightning_obs.calibration.quantized_outputs import qparams_from_zero, ranges_of_sources, settle_outputs
 from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
@@ -29,17 +29,13 @@ from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams
 from lightning_obs.model.offload import at_rest, is_offloaded
 from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_positive, to_host
-from lightning_obs.numerics.qparams import QParamsDict, compute_qparams
+from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
 from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
-from lightning_obs.schemes.config import FOLLOWERS
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes, shares_in_float
-
-#: fields of args in which two tensors must agree so that one can have the qparams of the other
-_FORMAT = {"type", "num_bits", "symmetric", "strategy", "dynamic"}
 
 
 @at_rest()
@@ -158,10 +154,7 @@ class _Finalization:
                 observation.unreached = synced.unreached
             if readers is not None:
                 readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
-                readers.followed.update(_without_outputs(observation, readers))
-                observation.drop_outputs(readers.followed)
-                if FOLLOWERS in observation.plan.config.config_groups:  # a scheme for engines that fold a ReLU
-                    begin_at_zero = readers.begin_at_zero
+                begin_at_zero = settle_outputs(observation, readers)
             _bring_to_host(observation.data_observers)
             self.stand_ins = _stand_ins(observation)
             without_ranges = set(observation.unreached) - self.stand_ins.keys()
@@ -169,11 +162,12 @@ class _Finalization:
             for key, observer in {**observation.observers, **self.stand_ins}.items():
                 name, base = key
                 if base == "output" and name in begin_at_zero and name not in self.skipped:
-                    computed[key] = _from_zero(observer, key)
+                    _qparams_from(observer, key)  # refuses values that are not finite
+                    computed[key] = qparams_from_zero(observer)
                 elif base != "weight" and name not in self.skipped:
                     computed[key] = _qparams_from(observer, key)
             if readers is not None:
-                computed |= _ranges_of_sources(observation, readers, computed)
+                computed |= ranges_of_sources(observation, readers, computed)
         return computed
 
     def _observe_weights(self, search: WeightSearch, synced: Synced) -> list[Key]:
@@ -403,52 +397,6 @@ def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
         return observer.get_qparams()
     except Exception as error:
         raise sendable(error, key) from error
-
-
-def _from_zero(observer: Observer, key: Key) -> QParamsDict:
-    """The qparams of an output that nothing but a ReLU reads: its range begins at zero."""
-    _qparams_from(observer, key)  # refuses values that are not finite
-    low, high = observer.get_min_max()
-    return compute_qparams(low.clamp(min=0), high.clamp(min=0), observer.args, signed=observer.signed)
-
-
-def _without_outputs(observation: Observation, readers: OutputReaders) -> set[str]:
-    """Names of blocks whose output is no sum, and of followers that the model has and does not call.
-
-    No data have reached them, while data have reached others; where no data were run at all, there are none.
-    """
-    unreached = set(observation.unreached or ())
-    if unreached >= observation.data_observers.keys():
-        return set()
-    names = set()
-    for target in observation.plan.targets:
-        is_idle = target.is_follower and (target.name, "output") in unreached
-        is_no_sum = target.is_block and not readers.sums.get(target.name)
-        if is_idle or is_no_sum:
-            names.add(target.name)
-    return names
-
-
-def _ranges_of_sources(
-    observation: Observation, readers: OutputReaders, computed: Mapping[Key, QParamsDict]
-) -> dict[Key, QParamsDict]:
-    """The qparams of inputs that are quantized outputs already, which keep them.
-
-    Args:
-        observation: has the plan.
-        readers: which module reads which output.
-        computed: the qparams of all activations, each from its own observer.
-    """
-    args_of_targets = {target.name: target.args for target in observation.plan.targets}
-    kept: dict[Key, QParamsDict] = {}
-    for name, source in readers.sources.items():
-        qparams = computed.get((source or "", "output"))
-        if qparams is None or (name, "input") not in computed:
-            continue
-        input_args = args_of_targets[name]["input"].model_dump(include=_FORMAT)
-        if input_args == args_of_targets[source or ""]["output"].model_dump(include=_FORMAT):
-            kept[name, "input"] = qparams
-    return kept
 
 
 def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: Mapping[Key, Observer]) -> None:

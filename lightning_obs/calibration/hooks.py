@@ -12,19 +12,18 @@ tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from functools import cached_property, partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from contextvars import ContextVar
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
-from lightning_obs.calibration.output_readers import OutputReaders, WatchedFunctions, is_transparent, observing
 from lightning_obs.calibration.token_mask import PADDING, Layout, TokenSelection, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
@@ -60,11 +59,12 @@ class ObserverHooks:
         """Whether hooks are on the model."""
         return self._attached is not None
 
-    def attach(self, count_calls: bool) -> None:
+    def attach(self, count_calls: bool, attach_further: Callable[[Observation, ExitStack], None] | None) -> None:
         """Register all hooks.
 
         Args:
             count_calls: count calls of the model as batches.
+            attach_further: registers hooks after those of the observers; its stack removes them. None: there are none.
 
         Raises:
             CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.
@@ -73,6 +73,8 @@ class ObserverHooks:
         token_weights = TokenWeights(observation) if observation.weighed_modules else None
         with ExitStack() as stack:
             self._attach_modules(token_weights, stack)
+            if attach_further is not None:
+                attach_further(observation, stack)
             self.calls.attach(token_weights, count_calls, stack)
             self._attached = stack.pop_all()
 
@@ -103,8 +105,6 @@ class ObserverHooks:
                 stack.callback(register_state_hook(target.module, base_name, observe))
             self._attach_inputs(target, readers, stack)
             self._attach_outputs(target, readers, stack)
-        if observation.calls.readers is not None:
-            self._attach_readers(observation.calls.readers, stack)
 
     def _attach_inputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the inputs of a module, for its input's scale and for its weight."""
@@ -124,69 +124,26 @@ class ObserverHooks:
     def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
         """Observe the outputs of a module."""
         observers = self._observers_of(target, ["output"])
-        if target.is_block and observers:
-            self._attach_block(target, _ActivationHook(readers, target, observers), stack)
-        elif observers:
-            _attach_output_hooks(target.module, _ActivationHook(readers, target, observers), stack)
-
-    def _is_first_batch(self) -> bool:
-        return self._observation.calls.batches <= 1  # a batch is counted before it runs, or after
+        if not observers:
+            return
+        observe = _ActivationHook(readers, target, observers)
+        if target.is_block:
+            self._attach_block(target, observe, stack)
+        else:
+            _attach_output_hooks(target.module, observe, stack)
 
     def _attach_block(self, target: PlannedModule, observe: Callable[[Any], None], stack: ExitStack) -> None:
-        """Observe the outputs of a block, if they are sums in the first batch."""
-        readers = self._observation.calls.readers
-        assert readers is not None  # the output of a block is planned
+        """Observe the outputs of a block, if they are sums."""
+        output_readers = self._observation.calls.readers
+        assert output_readers is not None  # the output of a block is planned
 
         def observe_sum(_: nn.Module, args: Any, output: Any) -> None:
-            if self._is_first_batch():
-                with observing():
-                    readers.judge_block(target.name, output)
-            if readers.sums.get(target.name):
+            if output_readers.sums.get(target.name):
                 observe(output)
 
         handle = target.module.register_forward_hook(observe_sum, prepend=True)
         remove_hook = keep_hook_out(target.module, handle)
         stack.callback(remove_hook)
-
-    def _attach_readers(self, readers: OutputReaders, stack: ExitStack) -> None:
-        """Note in the first batch who reads which quantized output."""
-        is_first_batch = self._is_first_batch
-
-        def leave(name: str, _: nn.Module, args: Any, output: Any) -> None:
-            is_quantized = readers.sums.get(name, True)  # a block's, if it is a sum
-            if is_first_batch() and is_quantized and isinstance(output, torch.Tensor):
-                with observing():
-                    readers.leave(name, output)
-
-        def enter(name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
-            value = _first_tensor(args)
-            if is_first_batch() and value is not None:
-                with observing():
-                    readers.enter(name, value, is_follower)
-
-        def pass_on(_: nn.Module, args: Any, output: Any) -> None:
-            value = _first_tensor(args)
-            if is_first_batch() and value is not None and isinstance(output, torch.Tensor):
-                with observing():
-                    readers.pass_on(value, output)
-
-        for target in self._observation.plan.targets:
-            module = target.module
-            if "output" in target.args:
-                # Adapters beside a weight are a part of it. After all other hooks: the next module is given what the
-                # last one returns.
-                returning = adapters_of(module) or module
-                handle = returning.register_forward_hook(partial(leave, target.name))
-                remove_hook = keep_hook_out(returning, handle)
-                stack.callback(remove_hook)
-            if "input" in target.args or target.is_follower:
-                handle = module.register_forward_pre_hook(partial(enter, target.name, target.is_follower))
-                remove_hook = keep_hook_out(module, handle)
-                stack.callback(remove_hook)
-        for module in self._observation.model.modules():
-            if is_transparent(module):
-                stack.callback(keep_hook_out(module, module.register_forward_hook(pass_on)))
-        _attach_watch(self._observation, readers, is_first_batch, stack)
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
         """The observers of a module that data reach, in the order of the base names."""
@@ -257,9 +214,9 @@ class _ActivationHook:
         """Observe a value that the module was given or returned; of a tuple, the first tensor."""
         if self._ignores_this_call():
             return
-        tensor = _first_tensor(value)
+        tensor = first_tensor(value)
         if tensor is not None:
-            with observing():
+            with apart_from_model():
                 self._observe_tensor(tensor)
 
     def _observe_tensor(self, tensor: torch.Tensor) -> None:
@@ -347,7 +304,26 @@ class _ActivationHook:
         return self._experts.select(value, mask, self._target.name, selection, layout)
 
 
-def _first_tensor(value: Any) -> torch.Tensor | None:
+#: whether an observer is looking at the values of a model
+_is_apart: ContextVar[bool] = ContextVar("is_apart", default=False)
+
+
+@contextmanager
+def apart_from_model() -> Iterator[None]:
+    """For a ``with`` block whose operations are not the model's: hooks that observe enter it."""
+    token = _is_apart.set(True)
+    try:
+        yield
+    finally:
+        _is_apart.reset(token)
+
+
+def is_apart_from_model() -> bool:
+    """Whether the present operation is not the model's; asked where the operations of the model are watched."""
+    return _is_apart.get()
+
+
+def first_tensor(value: Any) -> torch.Tensor | None:
     """A tensor, or the first one of a tuple or list; of a DTensor, this rank's part."""
     candidates = value if isinstance(value, (tuple, list)) else (value,)
     for candidate in candidates:
@@ -356,55 +332,6 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
         if isinstance(candidate, torch.Tensor):
             return candidate
     return None
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in tuples, lists and dicts."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _attach_watch(
-    observation: Observation, readers: OutputReaders, is_first_batch: Callable[[], bool], stack: ExitStack
-) -> None:
-    """Watch the functions of torch that read quantized outputs, from the outermost call of a module to its end.
-
-    Each call is a block of its own, because the user's code may enter and leave other modes between two calls.
-
-    Args:
-        observation: has the model.
-        readers: of quantized outputs.
-        is_first_batch: whether the readers are to be found now.
-        stack: removes the hooks when it closes.
-    """
-    calls = observation.calls
-    modes: list[WatchedFunctions] = []  # at most one
-    callers: list[nn.Module] = []  # the outermost module, as often as it is being called
-
-    def begin(module: nn.Module, args: Any) -> None:
-        if not modes and is_first_batch() and not calls.is_paused and not is_inside_quantized(module):
-            modes.append(WatchedFunctions(readers))
-            modes[0].__enter__()
-            callers.append(module)
-        elif modes and module is callers[0]:
-            callers.append(module)
-
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        if not callers or module is not callers[0]:
-            return
-        callers.pop()
-        if not callers:
-            modes.pop().__exit__(None, None, None)
-            readers.compute(None, _tensors_in(output))
-
-    for module in observation.model.modules():
-        if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
-            continue
-        remove_begin = keep_hook_out(module, module.register_forward_pre_hook(begin))
-        stack.callback(remove_begin)
-        # called after a forward that raises, too; before the hooks of sessions that began to watch earlier
-        handle = module.register_forward_hook(end, prepend=True, always_call=True)
-        remove_end = keep_hook_out(module, handle)
-        stack.callback(remove_end)
 
 
 def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stack: ExitStack) -> None:

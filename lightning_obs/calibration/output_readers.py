@@ -1,4 +1,4 @@
-"""Who reads which quantized output, a module or a function: seen in the first batch, used when ranges are computed.
+"""The record of who reads which quantized output, a module or a function; :mod:`.quantized_outputs` fills and reads it.
 
 An engine folds a batch norm into the convolution before it, and clips at the end of the range in place of a ReLU, so
 the integers that leave its kernel are those of the last module: an output that such a follower reads is not quantized.
@@ -15,39 +15,15 @@ A module may normalize and activate, as timm's do: it calls ``F.batch_norm``, an
 these follows the convolution, through the function.
 
 A module reads an output if it is given the very tensor that the other returned, and nothing was added to it in place.
-:class:`WatchedFunctions` shows the operations that torch runs, in the user's model and unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
-
-#: modules whose output has values of their input alone
-_TRANSPARENT = (
-    nn.MaxPool1d,
-    nn.MaxPool2d,
-    nn.MaxPool3d,
-    nn.AdaptiveMaxPool1d,
-    nn.AdaptiveMaxPool2d,
-    nn.AdaptiveMaxPool3d,
-    nn.Flatten,
-    nn.Unflatten,
-)
-
-
-def is_transparent(module: nn.Module) -> bool:
-    """Whether all values of the module's output are values of its input: pooling by the maximum, another shape."""
-    return type(module) in _TRANSPARENT
-
 
 #: operations whose results are the values above zero of their input, and zeros
 _RECTIFIERS = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
@@ -59,18 +35,6 @@ _NORMS = (
     torch.ops.aten.miopen_batch_norm.default,
 )
 _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
-#: whether an observer is looking at the values of a model; its operations are not the model's
-_is_observing: ContextVar[bool] = ContextVar("is_observing", default=False)
-
-
-@contextmanager
-def observing() -> Iterator[None]:
-    """For a ``with`` block whose operations are not the model's: hooks that observe enter it."""
-    token = _is_observing.set(True)
-    try:
-        yield
-    finally:
-        _is_observing.reset(token)
 
 
 class _Value(NamedTuple):
@@ -86,8 +50,8 @@ class OutputReaders:
     """The readers of quantized outputs, as one rank has seen them.
 
     Hooks of planned outputs call :meth:`leave`, those of planned inputs and of followers :meth:`enter`, those of
-    transparent modules :meth:`pass_on`, those of blocks :meth:`judge_block`, and :class:`WatchedFunctions`
-    :meth:`compute`. Finalize reads the attributes.
+    transparent modules :meth:`pass_on`, those of blocks :meth:`judge_block`, and operations of torch :meth:`compute`
+    (:class:`.WatchedFunctions`). Finalize reads the attributes.
 
     Attributes:
         followed: names of the modules whose output a follower reads, or an inner module has quantized.
@@ -223,33 +187,3 @@ class OutputReaders:
     def _add_function(self, name: str, is_rectifier: bool) -> None:
         """Note that a function reads an output."""
         self.rectified[name] = is_rectifier and self.rectified.get(name, True)
-
-
-class WatchedFunctions(TorchDispatchMode):
-    """Shows each operation of torch in its ``with`` block to the readers of quantized outputs, and runs it as it is.
-
-    A call of the observed model is such a block, in the first batch.
-
-    Args:
-        readers: of one session.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, readers: OutputReaders) -> None:
-        super().__init__()
-        self._readers = readers
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; called by torch."""
-        kwargs = kwargs or {}
-        if _is_observing.get():
-            return func(*args, **kwargs)
-        with observing():
-            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            value = self._readers.compute(func, tensors)
-        result = func(*args, **kwargs)
-        if value is not None:
-            with observing():
-                self._readers.keep(value, result[0] if isinstance(result, tuple) else result)
-        return result

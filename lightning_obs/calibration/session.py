@@ -21,6 +21,7 @@ from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrow
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.quantized_outputs import attach_readers
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
@@ -205,7 +206,8 @@ class CalibrationSession:
         self.observation.unreached = None
         self.observation.calls.is_paused = False
         self._observing_since = time.perf_counter()
-        self._hooks.attach(count_calls)
+        has_outputs = self.observation.calls.readers is not None
+        self._hooks.attach(count_calls, attach_readers if has_outputs else None)
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""

@@ -32,7 +32,7 @@ from lightning_obs.model.offload import (
     register_offload,
     source_of,
 )
-from lightning_obs.model.packed_weight import dense
+from lightning_obs.model.packed_weight import PackedWeight
 from lightning_obs.model.place import Place
 from lightning_obs.ranks.collectives import all_ranks_answer
 
@@ -236,7 +236,8 @@ class AddedAdapters:
 
     def __call__(self, weight: torch.Tensor) -> torch.Tensor:
         """The weight plus the adapters, with gradients to both; decompressed, where it rests packed."""
-        weight = dense(weight)
+        if isinstance(weight, PackedWeight):
+            weight = weight.dequantize()
         for name in self.names:
             with torch.autocast(weight.device.type, enabled=False):  # peft merges outside of autocast
                 weight = (weight + self.layer.get_delta_weight(name)).to(weight.dtype)
