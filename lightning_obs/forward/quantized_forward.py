@@ -27,6 +27,7 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.eager import run_eagerly, unfused
+from lightning_obs.forward.products import LinearProduct, Product, product_of
 from lightning_obs.forward.quantized_tensors import (
     FORWARD_STATE,
     Quantization,
@@ -41,7 +42,7 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
     weight_quantizer,
 )
-from lightning_obs.forward.recomputed_linear import recomputed_linear
+from lightning_obs.forward.recomputed_product import recomputed_product
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
 from lightning_obs.model.module_qparams import (
     calibrated_modules,
@@ -325,25 +326,35 @@ def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # th
 
 
 def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The product with the quantized weight, plus the bias.
+    """The product with the quantized weight, plus the bias."""
+    output = _recomputed(linear, LinearProduct(), input)
+    if output is not None:
+        return output
+    weight = weight_in_use(linear)
+    assert weight is not None
+    return F.linear(input, fake_quantize_for(linear, weight, "weight"), bias_in_use(linear))
 
-    Where autograd records, the weight is quantized in the backward once more; a compiler decides that itself.
+
+def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> torch.Tensor | None:
+    """The product with the quantized weight, plus the bias, where the weight is quantized in the backward once more.
+
+    None where autograd does not record, or a compiler decides what to keep, or the weight is not quantized anew in each
+    forward.
     """
-    weight = linear.weight
-    bias = bias_in_use(linear)
-    quantizer = None
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        quantizer = weight_quantizer(linear, weight)
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    quantizer = weight_quantizer(module, weight)
     if quantizer is None:
-        full_weight = weight_in_use(linear)
-        assert full_weight is not None
-        return F.linear(input, fake_quantize_for(linear, full_weight, "weight"), bias)
-    merge = AddedAdapters.of(linear)
-    return recomputed_linear(
+        return None
+    merge = AddedAdapters.of(module)
+    return recomputed_product(
+        product,
         input,
         merge(weight),
-        bias,
-        scale_in_use(linear, "weight"),
+        bias_in_use(module),
+        scale_in_use(module, "weight"),
         quantizer,
         merge=merge,
         parameters=[weight, *merge.parameters()],
@@ -357,22 +368,39 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return fake_quantize_for(self, value, "input")
 
     args, kwargs = replace_input(args, kwargs, quantize_input)
-    tensors = _tensors_in_use(self)
+    quantization = quantization_of(self)
+    output = _recomputed_output(self, args, kwargs) if quantization.original_forward is None else None
+    if output is None:
+        output = _output_with(_tensors_in_use(self), self, args, kwargs)
+    return output if quantization.output_by_hook else _quantize_output(self, output)
+
+
+def _recomputed_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The output of a convolution or of transformers' Conv1D in training; see :func:`_recomputed`."""
+    inputs = [*args, *kwargs.values()]
+    product = product_of(module)
+    if product is None or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+        return None
+    return _recomputed(module, product, inputs[0])
+
+
+def _output_with(
+    tensors: dict[str, torch.Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The output of a module that computes with other tensors in place of its own, by their names in it."""
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
-    attributes = vars(self)
+    attributes = vars(module)
     masked_tensors = {name: attributes[name] for name in tensors if name in attributes}
     attributes.update(tensors)
-    quantization = quantization_of(self)
+    original_forward = quantization_of(module).original_forward
     try:
-        if quantization.original_forward is None:
-            output = type(self).forward(self, *args, **kwargs)
-        else:
-            output = quantization.original_forward(*args, **kwargs)
+        if original_forward is None:
+            return type(module).forward(module, *args, **kwargs)
+        return original_forward(*args, **kwargs)
     finally:
         for name in tensors:
             attributes.pop(name, None)
         attributes.update(masked_tensors)
-    return output if quantization.output_by_hook else _quantize_output(self, output)
 
 
 def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:

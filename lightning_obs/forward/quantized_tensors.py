@@ -55,7 +55,7 @@ class Switch:
     activations: bool = True
     #: quantizes and dequantizes instead of the functions of numerics; None: those functions
     writer: Writer | None = None
-    #: memory for the quantized weight of one Linear after the other, in training
+    #: memory for the quantized weight of one module after the other, in training
     scratch: Scratch = field(default_factory=Scratch)
 
 
@@ -192,11 +192,11 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
     return quantized
 
 
-def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> StaticQuantizer | None:
-    """What a quantized forward does to a weight ``(R, C)`` now, to be done again later.
+def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer | None:
+    """What a quantized forward does to a weight now, to be done again later.
 
-    None where the weight is not quantized now (:func:`fake_quantize_for`), and where it is not quantized anew in each
-    forward: a cache keeps it, or a writer writes it.
+    None where the weight has no matrix, where it is not quantized now (:func:`fake_quantize_for`), and where it is not
+    quantized anew in each forward: a cache keeps it, or a writer writes it.
     """
     quantization = quantization_of(module)
     args = args_of(module, "weight")
@@ -206,8 +206,10 @@ def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> StaticQuantizer
         return None
     if quantization.switch.writer is not None or quantization.weight_cache is not None:
         return None
+    if to_matrix(module, weight) is None:
+        return None
     _follow_device(module, weight, "weight", args)
-    return StaticQuantizer.of(module, "weight", args)
+    return WeightQuantizer(module, StaticQuantizer.of(module, "weight", args), quantization.switch.scratch)
 
 
 def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
@@ -227,7 +229,6 @@ class StaticQuantizer:
         codes: integers of a weight that a rounding chose, which take the place of the nearest; or None.
         is_scale_learned: whether the codes' gradient goes to the scale instead of the weight.
         observations: how many observations an activation stacks.
-        scratch: lends memory for a weight.
     """
 
     args: QuantizationArgs
@@ -236,20 +237,17 @@ class StaticQuantizer:
     codes: torch.Tensor | None
     is_scale_learned: bool
     observations: int = 1
-    scratch: Scratch = field(default_factory=Scratch)
 
     @classmethod
     def of(cls, module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1) -> StaticQuantizer:
         """Of one of a module's tensors, whose range is known."""
-        quantization = quantization_of(module)
         return cls(
             args=args,
             zero_point=getattr(module, f"{base_name}_zero_point", None),
             global_scale=getattr(module, f"{base_name}_global_scale", None),
             codes=getattr(module, ROUNDED, None) if base_name == "weight" else None,
-            is_scale_learned=base_name in quantization.learned_scales,
+            is_scale_learned=base_name in quantization_of(module).learned_scales,
             observations=observations,
-            scratch=quantization.switch.scratch,
         )
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -266,25 +264,70 @@ class StaticQuantizer:
             observations=self.observations,
         )
 
-    @contextmanager
-    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The quantized tensor for a ``with`` block, in memory that others overwrite afterwards, without gradients."""
+    def without_graph(self, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """The tensor after quantize and dequantize, without gradients; perhaps in ``memory``, of its shape."""
         if self.codes is not None:
-            yield self(value, scale)
-            return
-        with self.scratch.lend(value) as memory:
-            yield fake_quantize_without_graph(
-                value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
-            )
+            return self(value, scale)
+        return fake_quantize_without_graph(
+            value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+        )
 
-    def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The gradient of the tensor from that of the quantized one, which may be changed in place."""
+    def value_gradient(
+        self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The gradient of the tensor from that of the quantized one, which may be changed; ``memory``, too."""
         if self.codes is not None:
             return gradient
+        return clip_gradient_(
+            gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+        )
+
+
+@dataclass(frozen=True)
+class WeightQuantizer:
+    """Quantizes and dequantizes a module's weight, in its own shape, where and how that was done before.
+
+    Attributes:
+        module: of a kind that says how its weight is a matrix.
+        quantizer: of that matrix.
+        scratch: lends memory.
+    """
+
+    module: nn.Module
+    quantizer: StaticQuantizer
+    scratch: Scratch
+
+    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The quantized weight in its dtype, with gradients to it and to the scale."""
+        return self._from_matrix(self.quantizer(self._to_matrix(value), scale), value.shape)
+
+    @contextmanager
+    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The quantized weight for a ``with`` block, in memory that others overwrite afterwards, without gradients."""
         with self.scratch.lend(value) as memory:
-            return clip_gradient_(
-                gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+            matrix = self.quantizer.without_graph(self._to_matrix(value), scale, self._memory(memory))
+            yield self._from_matrix(matrix, value.shape)
+
+    def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The gradient of the weight from that of the quantized one, which may be changed in place."""
+        with self.scratch.lend(value) as memory:
+            matrix = self._to_matrix(value)
+            gradient_matrix = self.quantizer.value_gradient(
+                self._to_matrix(gradient), matrix, scale, self._memory(memory)
             )
+            return self._from_matrix(gradient_matrix, value.shape)
+
+    def _memory(self, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """Memory in the weight's shape, as the matrix."""
+        return None if memory is None else self._to_matrix(memory)
+
+    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        matrix = to_matrix(self.module, weight)
+        assert matrix is not None  # weight_quantizer has asked
+        return matrix
+
+    def _from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        return from_matrix(self.module, matrix, shape).contiguous()
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:

@@ -85,7 +85,8 @@ def _is_of_class(module: object, package: str, name: str) -> bool:
     return False
 
 
-def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+def is_conv1d_of_transformers(module: nn.Module) -> bool:
+    """Whether a module is transformers' ``Conv1D``, a Linear whose weight is stored transposed."""
     return _is_of_class(module, "transformers.pytorch_utils", "Conv1D")
 
 
@@ -95,7 +96,7 @@ KINDS: list[ModuleKind] = [
     ModuleKind("Embedding", _is_a(nn.Embedding), reads_indices=True, stored_as=nn.Embedding),
     ModuleKind("transposed convolution", _is_a(_ConvTransposeNd), rows=1, positions=None),
     ModuleKind("convolution", _is_a(_ConvNd), positions=None),
-    ModuleKind("transformers' Conv1D", _is_conv1d_of_transformers, rows=1),
+    ModuleKind("transformers' Conv1D", is_conv1d_of_transformers, rows=1),
     ModuleKind("any other with a weight", lambda module: True),
 ]
 

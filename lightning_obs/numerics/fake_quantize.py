@@ -118,11 +118,11 @@ def fake_quantize_without_graph(
 ) -> torch.Tensor:
     """The bits of :func:`fake_quantize`, with no gradient.
 
-    The forward and the backward of a Linear in training call it (``forward/recomputed_linear.py``).
+    The forward and the backward of a module in training call it (``forward/recomputed_product.py``).
 
     Args:
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
-        memory: contiguous, in the shape and dtype of ``value``; the result may lie there. None: in new memory.
+        memory: in the shape and dtype of ``value``; the result may lie there. None: in new memory.
     """
     if value.numel() == 0:
         return value
@@ -358,13 +358,13 @@ def clip_gradient_(
 ) -> torch.Tensor:
     """The gradient of a value from that of :func:`fake_quantize`'s result: zero where the value was clipped.
 
-    The backward of a Linear in training calls it for each weight (``forward/recomputed_linear.py``). In float32 it
+    The backward of a module in training calls it for its weight (``forward/recomputed_product.py``). In float32 it
     takes two passes and no mask; a value within a rounding error of the end of the slack may count either way.
 
     Args:
         gradient: of the result; it is changed in place where that is faster, and not to be used afterwards.
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
-        memory: contiguous, in the shape and dtype of ``value``, to be overwritten. None: new memory is taken.
+        memory: in the shape and dtype of ``value``, to be overwritten. None: new memory is taken.
     """
     qparams = scale, zero_point, args, global_scale
     is_float32 = value.dtype == scale.dtype == gradient.dtype == torch.float32

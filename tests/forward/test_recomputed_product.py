@@ -1,16 +1,26 @@
-"""What the quantized forward of a Linear keeps for the backward, and that its gradients are those of torch's graph."""
+"""What the quantized forward of a module keeps for the backward, and that its gradients are those of torch's graph."""
 
+import copy
 import pickle
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.nn import functional as F
+from transformers.pytorch_utils import Conv1D
 
+from lightning_obs.forward.products import LinearProduct
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import StaticQuantizer, fake_quantize_for, weight_quantizer
-from lightning_obs.forward.recomputed_linear import recomputed_linear
+from lightning_obs.forward.quantized_tensors import (
+    StaticQuantizer,
+    WeightQuantizer,
+    fake_quantize_for,
+    quantized_weight,
+    weight_quantizer,
+)
+from lightning_obs.forward.recomputed_product import recomputed_product
 from lightning_obs.model.weight import register_surroundings
 from lightning_obs.numerics.scratch import Scratch
 from tests.forward.quantized_modules import calibrated, train_quantized
@@ -105,13 +115,21 @@ def test_outputs_and_gradients_have_the_bits_of_torchs_own_graph(shape, bias, au
     x = torch.randn(shape, requires_grad=True)
     sources = [tensor for tensor in (x, weight, vector, scale) if tensor is not None and tensor.requires_grad]
 
-    quantize = StaticQuantizer(args, zero_point, None, codes=None, is_scale_learned=True)
+    quantizer = StaticQuantizer(args, zero_point, None, codes=None, is_scale_learned=True)
+    quantize = WeightQuantizer(nn.Linear(32, 24), quantizer, Scratch())
     runs = []
     for recomputes in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if recomputes:
-                output = recomputed_linear(
-                    x, weight, vector, scale, quantize, merge=lambda weight: weight, parameters=[weight]
+                output = recomputed_product(
+                    LinearProduct(),
+                    x,
+                    weight,
+                    vector,
+                    scale,
+                    quantize,
+                    merge=lambda weight: weight,
+                    parameters=[weight],
                 )
             else:
                 output = F.linear(x, quantize(weight, scale), vector)
@@ -186,3 +204,80 @@ def test_memory_for_a_weight_is_used_again_but_by_nobody_else_meanwhile():
             assert not torch.equal(second, expected)
         assert torch.equal(first, expected)
     assert pickle.dumps(quantizer.scratch) == pickle.dumps(Scratch())
+
+
+def modules():
+    """Modules that compute a product, and an input of each."""
+    yield nn.Conv1d(16, 24, 3, stride=2, padding=1), torch.randn(2, 16, 9)
+    yield nn.Conv2d(16, 24, 3, padding=1), torch.randn(2, 16, 6, 5)
+    yield nn.Conv2d(16, 24, 3, groups=4, dilation=2, bias=False), torch.randn(2, 16, 9, 8)
+    yield nn.Conv2d(16, 24, 3).to(memory_format=torch.channels_last), torch.randn(2, 16, 6, 5)
+    yield nn.Conv2d(16, 24, 3), torch.randn(2, 16, 6, 5).to(memory_format=torch.channels_last)
+    yield nn.Conv2d(16, 24, 1), torch.randn(16, 6, 5)  # without a batch
+    yield nn.Conv3d(4, 8, 2), torch.randn(1, 4, 3, 4, 5)
+    yield Conv1D(24, 16), torch.randn(2, 5, 16)
+    yield nn.Linear(16, 24), torch.randn(2, 5, 16)
+
+
+CASES = [(type(module).__name__, module, x) for module, x in modules()]
+ROWS = {
+    "targets": ["Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D"],
+    "weights": {"num_bits": 4, "strategy": "channel"},
+}
+
+
+@pytest.mark.parametrize(("name", "module", "x"), CASES)
+@pytest.mark.parametrize("learned", [True, False], ids=["learned", "calibrated"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+def test_modules_of_every_kind_have_the_bits_of_torchs_own_graph(name, module, x, learned, autocast):
+    module = copy.deepcopy(module)
+    plain = copy.deepcopy(module)
+    x = x.clone().requires_grad_()
+    train_quantized(calibrated(nn.Sequential(module), ROWS, x, engines="unchecked"))
+    module.weight.data *= 1.3  # some values are clipped
+    sources = [x, *module.parameters()]
+    if learned:
+        factor = nn.Parameter(torch.zeros_like(module.weight_scale))
+        set_learned_scale(module, "weight", module.weight_scale, factor)
+        sources.append(factor)
+
+    def in_torchs_graph(x):
+        return functional_call(plain, {**dict(module.named_parameters()), "weight": quantized_weight(module)}, (x,))
+
+    runs = []
+    for run in (module, in_torchs_graph):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = run(x)
+        upstream = torch.sin(torch.arange(output.numel()).view(output.shape)).to(output.dtype)
+        runs.append([output, *torch.autograd.grad(output, sources, upstream)])
+    assert (runs[0][2] == 0).any()
+    for actual, expected in zip(*runs, strict=True):
+        assert expected.dtype == actual.dtype
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize(("name", "module", "x"), CASES)
+def test_no_copy_of_a_weight_of_any_kind_waits_for_the_backward(name, module, x):
+    module = copy.deepcopy(module)
+    train_quantized(calibrated(nn.Sequential(module), ROWS, x, engines="unchecked"))
+    inputs = x.numel() * x.itemsize
+    assert bytes_kept(lambda: module(x), module) <= inputs + 4 * len(module.weight_scale)
+
+
+@pytest.mark.parametrize(("name", "module", "x"), CASES)
+def test_second_gradients_of_modules_of_every_kind_are_those_of_torchs_own_graph(name, module, x):
+    module = copy.deepcopy(module)
+    plain = copy.deepcopy(module)
+    x = x.clone().requires_grad_()
+    train_quantized(calibrated(nn.Sequential(module), ROWS, x, engines="unchecked"))
+
+    def in_torchs_graph(x):
+        return functional_call(plain, {**dict(module.named_parameters()), "weight": quantized_weight(module)}, (x,))
+
+    penalties = []
+    for run in (module, in_torchs_graph):
+        (gradient,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+        penalties.append(torch.autograd.grad(gradient.square().sum(), [x, module.weight]))
+    for actual, expected in zip(*penalties, strict=True):
+        assert actual.any()
+        torch.testing.assert_close(actual, expected)

@@ -1,10 +1,11 @@
-"""A Linear that quantizes its weight once more in the backward, so that no quantized weight waits there.
+"""A module that quantizes its weight once more in the backward, so that no quantized weight waits there.
 
-Autograd would keep one for each Linear of a model, in the size of the parameters, and the mask of clipped values.
-Both follow from the weight and its scale, which are in memory anyway.
+Autograd would keep one for each Linear and convolution of a model, in the size of the parameters, and the mask of
+clipped values. Both follow from the weight and its scale, which are in memory anyway.
 
-torch's activation checkpointing would compute them again, too, but it also keeps the input where the weight is frozen,
-which plain training does not.
+torch's activation checkpointing would compute them again, too, but it also keeps the input of a Linear whose weight is
+frozen, which plain training does not. Hooks of saved tensors would take the place of the user's: of nested ones torch
+calls the innermost alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.nn import functional as F
+
+from lightning_obs.forward.products import Product
 
 
 class Quantizer(Protocol):
@@ -30,7 +32,8 @@ class Quantizer(Protocol):
         """The gradient of ``value`` from that of the quantized one, which may be changed in place."""
 
 
-def recomputed_linear(
+def recomputed_product(
+    product: Product,
     input: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -40,29 +43,31 @@ def recomputed_linear(
     merge: Callable[[torch.Tensor], torch.Tensor],
     parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """``F.linear(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
+    """``product(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
 
-    The quantized forward of a Linear (:mod:`.quantized_forward`) calls it where autograd records.
+    The quantized forward of a Linear or a convolution (:mod:`.quantized_forward`) calls it where autograd records.
 
     Args:
-        input: ``(..., C)``, quantized if it is to be.
-        weight: ``(R, C)``, adapters merged. It is not kept for the backward.
-        bias: ``(R,)`` or None.
+        product: what the module computes.
+        input: quantized if it is to be.
+        weight: in the module's own shape, adapters merged. It is not kept for the backward.
+        bias: or None.
         scale: of the weight.
-        quantize: gives the quantized weight in the dtype of ``weight``.
+        quantize: gives the quantized weight in the shape and dtype of ``weight``.
         merge: gives ``weight`` from the first of ``parameters``: adds the adapters.
         parameters: the module's weight, and the adapters' parameters. One that is changed in place before the backward
             is an error there, as in plain training.
     """
-    output: torch.Tensor = _RecomputedLinear.apply(input, weight, bias, scale, quantize, merge, *parameters)
+    output: torch.Tensor = _RecomputedProduct.apply(product, input, weight, bias, scale, quantize, merge, *parameters)
     return output
 
 
-class _RecomputedLinear(torch.autograd.Function):
-    """See :func:`recomputed_linear`."""
+class _RecomputedProduct(torch.autograd.Function):
+    """See :func:`recomputed_product`."""
 
     @staticmethod
     def forward(
+        product: Product,
         input: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -72,31 +77,25 @@ class _RecomputedLinear(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         with quantize.borrowed(weight, scale) as quantized:
-            return F.linear(input, quantized, bias)
+            return product(input, quantized, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        input, _, bias, scale, quantize, merge, *parameters = inputs
+        product, input, _, bias, scale, quantize, merge, *parameters = inputs
+        ctx.product = product
         ctx.quantize = quantize
         ctx.merge = merge
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
-        kept_input = input if needs_weight or needs_scale else None
+        _, _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
+        kept_input = input if needs_weight or needs_scale or product.reads_input else None
         ctx.save_for_backward(kept_input, scale, *parameters)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, scale, *parameters = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
+        _, needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
         weight = ctx.merge(parameters[0])
-        rows = grad.reshape(-1, grad.shape[-1])
-        bias_grad = rows.sum(0).to(ctx.bias_dtype) if needs_bias else None
-        quantized_grad = None
-        if needs_weight or needs_scale:
-            input_rows = input.reshape(-1, input.shape[-1])
-            quantized_grad = rows.t() @ input_rows.to(grad.dtype)
-            quantized_grad = quantized_grad.to(weight.dtype)
         needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
         if needs_graph:
             with torch.enable_grad():
@@ -106,16 +105,21 @@ class _RecomputedLinear(torch.autograd.Function):
                 block: Any = nullcontext(ctx.quantize(weight, scale))
         else:
             block = ctx.quantize.borrowed(weight, scale)
-        input_grad = weight_grad = scale_grad = None
+        weight_grad = scale_grad = None
         with block as quantized:
-            if needs_input:
-                product = grad @ quantized.to(grad.dtype)  # autocast has computed in the dtype of the output
-                input_grad = product.to(ctx.input_dtype)
-            if needs_graph and quantized_grad is not None:
+            needs = needs_input, needs_weight or needs_scale, needs_bias
+            input_grad, quantized_grad, bias_grad = ctx.product.gradients(grad, input, quantized, needs)
+            if quantized_grad is not None:  # autocast has computed in the dtype of the output
+                quantized_grad = quantized_grad.to(weight.dtype)
+            if quantized_grad is not None and needs_graph:
                 weight_grad, scale_grad = _gradients(quantized, weight, scale, quantized_grad)
         if quantized_grad is not None and not needs_graph:
             weight_grad = ctx.quantize.value_gradient(quantized_grad, weight, scale)
-        return input_grad, weight_grad, bias_grad, scale_grad, None, None, *(None for _ in parameters)
+        if input_grad is not None:
+            input_grad = input_grad.to(ctx.input_dtype)
+        if bias_grad is not None:
+            bias_grad = bias_grad.to(ctx.bias_dtype)
+        return None, input_grad, weight_grad, bias_grad, scale_grad, None, None, *(None for _ in parameters)
 
 
 def _gradients(
