@@ -73,11 +73,14 @@ class SentenceTexts:
 
     Args:
         tokenizer: of transformers.
-        count: paragraphs to calibrate on; of 100, those that are apart from held-out text are taken.
+        count: paragraphs to calibrate on: the first of every fourth that are apart from held-out text.
 
     Attributes:
         calibration: paragraphs.
         held_out: paragraphs by the name of the text.
+
+    Raises:
+        SystemExit: there are fewer paragraphs that are apart from the held-out ones.
     """
 
     def __init__(self, tokenizer: Any, count: int) -> None:
@@ -89,9 +92,11 @@ class SentenceTexts:
         for texts in self.held_out.values():
             held_out_ids += tokenizer(texts).input_ids
         runs = HeldOutRuns(held_out_ids)
-        candidates = documentation[0:400:4]
+        candidates = documentation[::4]
         candidate_ids = tokenizer(candidates).input_ids
         apart = [text for text, ids in zip(candidates, candidate_ids, strict=True) if not runs.shares(ids)]
+        if len(apart) < count:
+            sys.exit(f"there are {len(apart)} paragraphs to calibrate on, and {count} were asked for: lower --batches")
         self.calibration = apart[:count]
 
 

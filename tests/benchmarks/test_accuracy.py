@@ -131,3 +131,8 @@ def test_held_out_paragraphs_share_no_run_with_those_to_calibrate_on(scripts):
     for paragraphs in texts.held_out.values():
         runs = HeldOutRuns(tokenizer(paragraphs).input_ids)
         assert not any(runs.shares(ids) for ids in tokenizer(texts.calibration).input_ids)
+
+
+def test_more_paragraphs_to_calibrate_on_than_there_are_end_the_program(scripts):
+    with pytest.raises(SystemExit, match="lower --batches"):
+        scripts["held_out_texts"].SentenceTexts(WordTokenizer(), count=10_000)
