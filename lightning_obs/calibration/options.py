@@ -93,7 +93,7 @@ class CalibrationOptions:
             its outputs. The weights of the model do not change: a module gets the numbers beside its scale. None: as
             the scheme says of each group, beside the hyperparameters of its observer (``{"name": "hessian",
             "rounding": "gptq"}``); else the nearest numbers.
-        recipe: observers and rounding under one word (docs/observers.md): ``"accurate"``, the least loss that was
+        recipe: observers and rounding under one word (docs/guide/observers.md): ``"accurate"``, the least loss that was
             measured, which needs data and memory for products of inputs; ``"fast"``, which chooses weights without
             data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors that it has no choice for
             stay as the scheme says; what ``observers`` and ``rounding`` name comes before it. What a model cannot run

@@ -112,6 +112,32 @@ class Decisions:
 
 
 @dataclass
+class Written:
+    """What a run has written, and what it takes.
+
+    Attributes:
+        sizes: bytes before and after; by default the sums of ``kinds``.
+        kinds: bytes before and after, by kind of tensor.
+        checkpoint: the exported folder; None: no checkpoint was exported.
+        files: that were exported in other formats.
+    """
+
+    sizes: tuple[int, int] | None = None
+    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    checkpoint: str | os.PathLike[str] | None = None
+    files: Sequence[str | os.PathLike[str]] = ()
+
+    def __post_init__(self) -> None:
+        if self.sizes is None and self.kinds:
+            before = 0
+            after = 0
+            for before_size, after_size in self.kinds.values():
+                before += before_size
+                after += after_size
+            self.sizes = before, after
+
+
+@dataclass
 class Report:
     """The facts of a run. Facts that are left out are not shown.
 
@@ -121,12 +147,9 @@ class Report:
         errors: of the layers, worst first.
         quality: metrics, predictions, training.
         decisions: sensitivities, a plan of schemes, scores of observers.
-        sizes: bytes before and after; by default the sums of ``kinds``.
-        checkpoint: the exported folder; None: no checkpoint was exported.
-        files: that were exported in other formats.
+        written: sizes and exported files.
         options: of the calibration.
         layers: facts of each layer that need no data.
-        kinds: bytes before and after, by kind of tensor.
         counts: how often each input value was seen, by module name.
         drift: how scales have moved.
         runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
@@ -143,12 +166,9 @@ class Report:
     errors: Sequence[LayerError] = ()
     quality: Quality = field(default_factory=Quality)
     decisions: Decisions = field(default_factory=Decisions)
-    sizes: tuple[int, int] | None = None
-    checkpoint: str | os.PathLike[str] | None = None
-    files: Sequence[str | os.PathLike[str]] = ()
+    written: Written = field(default_factory=Written)
     options: CalibrationOptions | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
-    kinds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None
     runs: Sequence[Mapping[str, Any]] = ()
@@ -158,24 +178,16 @@ class Report:
     can_run: Callable[[Step], bool] = lambda step: False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.sizes is None and self.kinds:
-            before = 0
-            after = 0
-            for before_size, after_size in self.kinds.values():
-                before += before_size
-                after += after_size
-            self.sizes = before, after
-
     @classmethod
     def of(cls, title: str, **facts: Any) -> Report:
-        """A report from facts by name: fields of :class:`Report`, :class:`Quality` and :class:`Decisions`."""
-        of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "report": {}}
+        """A report from facts by name: fields of :class:`Report`, :class:`Quality`, :class:`Decisions`, :class:`Written`."""
+        of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
         for name, fact in facts.items():
             of_part[_PART_OF_FACT[name]][name] = fact
         quality = Quality(**of_part["quality"])
         decisions = Decisions(**of_part["decisions"])
-        return cls(title, quality=quality, decisions=decisions, **of_part["report"])
+        written = Written(**of_part["written"])
+        return cls(title, quality=quality, decisions=decisions, written=written, **of_part["report"])
 
     @property
     def lost(self) -> str:
@@ -192,7 +204,7 @@ class Report:
             break  # the first metric stands for the run
         if self.quality.moved is not None:
             row |= asdict(self.quality.moved)
-        row["size"] = None if self.sizes is None else self.sizes[1]
+        row["size"] = None if self.written.sizes is None else self.written.sizes[1]
         row["seconds"] = None if self.result is None else self.result.seconds
         row["worst_sqnr"] = self.errors[0].sqnr if self.errors else None
         return row
@@ -215,12 +227,13 @@ class Report:
 
 
 def _parts_of_facts() -> dict[str, str]:
-    """By name of a fact, "report", "quality" or "decisions"."""
+    """By name of a fact, "report", "quality", "decisions" or "written"."""
     part_of_fact: dict[str, str] = {}
-    for name_of_part, owner in (("report", Report), ("quality", Quality), ("decisions", Decisions)):
+    parts = {"report": Report, "quality": Quality, "decisions": Decisions, "written": Written}
+    for name_of_part, owner in parts.items():
         for fact in fields(owner):
             part_of_fact[fact.name] = name_of_part
-    for name in ("title", "quality", "decisions"):
+    for name in ("title", "quality", "decisions", "written"):
         del part_of_fact[name]
     return part_of_fact
 
@@ -246,8 +259,8 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
             texts[name] = metric_text(kind, before, after, arrow)
     if report.quality.moved is not None:
         texts |= moved_texts(asdict(report.quality.moved))
-    if report.sizes is not None:
-        before_size, after_size = report.sizes
+    if report.written.sizes is not None:
+        before_size, after_size = report.written.sizes
         texts["size"] = f"{human_size(before_size)} {arrow} {human_size(after_size)}"
     expert_tokens = {} if report.result is None else report.result.expert_tokens
     if any(map(sum, expert_tokens.values())):

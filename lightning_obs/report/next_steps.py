@@ -61,11 +61,11 @@ def next_steps(report: Report, grade: Grade, losses: Sequence[LayerLoss], folder
 def _uses(report: Report) -> list[Step]:
     """Export the model; serve and load its checkpoint, if it was exported."""
     assert report.result is not None
-    if report.checkpoint is None and report.files:
+    if report.written.checkpoint is None and report.written.files:
         return []
-    if report.checkpoint is None:
+    if report.written.checkpoint is None:
         return [Step("export", "Export it", "this run has exported nothing", 'callback.export("checkpoint")')]
-    checkpoint = Path(report.checkpoint)
+    checkpoint = Path(report.written.checkpoint)
     path = path_from_here(checkpoint)
     architecture = _architecture(checkpoint)
     steps = []

@@ -169,7 +169,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
         **report.extra,
     }
     data["title"] = report.title
-    data["kinds"] = report.kinds
+    data["kinds"] = report.written.kinds
     data["metrics"] = report.quality.metrics
     data["curves"] = report.quality.curves
     data["sensitivity_unit"] = report.decisions.sensitivity_unit
@@ -177,7 +177,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["scores"] = report.decisions.scores
     data["judgement"] = asdict(judgement)
     data["judgement"]["signs"] = [sign._asdict() for sign in judgement.signs]
-    data["sizes"] = report.sizes
+    data["sizes"] = report.written.sizes
     data["provenance"] = {**provenance(report.options, report.result), **report.provenance}
     data["summary"] = _summary(report, judgement)
     data["lines"] = as_names(report.lines)
@@ -243,7 +243,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["poor"] = POOR_SQNR
     shown["lost"] = report.lost
     shown["fused"] = [] if report.result is None else report.result.plan.fused
-    shown["size"] = None if report.sizes is None else report.sizes[1]
+    shown["size"] = None if report.written.sizes is None else report.written.sizes[1]
     template = environment.get_template("report.html.j2")
     return template.render(
         data=data,

@@ -1,6 +1,6 @@
 """Observers and rounding under one word: ``recipe="accurate"`` for the least loss, ``recipe="fast"`` without data.
 
-A recipe has a row for each kind of tensor whose best choice was measured (docs/observers.md has the tables); all other
+A recipe has a row for each kind of tensor whose best choice was measured (docs/evidence has the tables); all other
 tensors keep what the scheme says, and what a user names in ``observers`` or ``rounding`` comes before the recipe.
 ``configs/recipe/`` has the same tables for the command line.
 """
@@ -115,7 +115,7 @@ class Recipe:
             return self.asymmetric_weights
         if group.input_activations is None or self.symmetric_weights is None:
             return self.symmetric_weights
-        # A kernel of vLLM for quantized inputs reads negative scales wrongly (docs/observers.md).
+        # A kernel of vLLM for quantized inputs reads negative scales wrongly.
         return self.symmetric_weights.without("signed")
 
     def for_inputs(self, inputs: QuantizationArgs | None) -> Mapping[str, Any] | None:

@@ -28,7 +28,7 @@ def earlier(tmp_path):
     report = run(
         errors=layers(a=20.0, b=20.0, c=20.0, gone=20.0), metrics={"perplexity": (14.0, 16.0), "acc": (0.9, 0.8)}
     )
-    report.sizes = (1000, 500)
+    report.written.sizes = (1000, 500)
     write_report(tmp_path / "earlier", report)
     return tmp_path / "earlier"
 
@@ -38,7 +38,7 @@ def since(folder, tmp_path, **changes):
     report = run(
         errors=layers(a=22.5, b=18.0, c=20.05, new=9.0), metrics={"perplexity": (14.0, 15.0), "acc": (0.9, 0.7)}
     )
-    report.sizes = (1000, 500)
+    report.written.sizes = (1000, 500)
     report = replace(report, against=folder, **changes)
     write_report(tmp_path / "now", report)
     return json.loads((tmp_path / "now" / "report.json").read_text())

@@ -5,8 +5,7 @@ units of a power of two near their largest magnitude, so no error overflows and 
 same unit. A block's errors are compared while they are near the core: of whole rows none is kept.
 
 A candidate of long rows is given up where it certainly loses more than an earlier one: where the clipping of the
-largest value alone does, or the values that were measured so far. That saves a third of the time for 8 bits. An MX
-format has few scales between its first candidate and its last, powers of two: each is measured once.
+largest value alone does, or the values that were measured so far. That saves a third of the time for 8 bits.
 """
 
 from __future__ import annotations
