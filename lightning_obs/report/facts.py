@@ -180,7 +180,7 @@ class Report:
 
     @classmethod
     def of(cls, title: str, **facts: Any) -> Report:
-        """A report from facts by name: fields of :class:`Report`, :class:`Quality`, :class:`Decisions`, :class:`Written`."""
+        """A report from facts by name: fields of :class:`Report` and of the classes of its parts."""
         of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
         for name, fact in facts.items():
             of_part[_PART_OF_FACT[name]][name] = fact
