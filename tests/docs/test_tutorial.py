@@ -6,7 +6,9 @@ On less data; what the pages show is printed.
 import os
 import shlex
 import subprocess
+import sys
 import sysconfig
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +43,8 @@ def test_its_commands_install_the_package(commands, tmp_path):
     site = sysconfig.get_paths()["purelib"]  # pip and the build's backend, which an empty environment would download
     asked = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0"}
     asked |= {"PIP_IGNORE_INSTALLED": "1", "PYTHONPATH": site}
+    # As in an environment that is activated: a system need not have a command that is called python.
+    asked["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     script = commands.replace("<this repository>", shlex.quote(str(ROOT)))
     done = subprocess.run(
         ["bash", "-e"], input=script, cwd=tmp_path, env={**os.environ, **asked}, capture_output=True, text=True,
