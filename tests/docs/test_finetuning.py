@@ -58,4 +58,4 @@ def test_the_python_of_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
             run = L.Trainer(callbacks=[known["callback"]], max_steps=20, logger=False, enable_checkpointing=False)
             run.fit(known["module"], known["datamodule"])
             known["callback"].export("checkpoint")
-        assert (folder / "checkpoint" / "config.json").is_file()
+        assert list(folder.glob("*/config.json"))
