@@ -18,7 +18,6 @@ from torch import nn
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.saved_state import ASKED_CONFIG
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.trainer_session import require_forward
 from lightning_obs.choice.observer_choice import (
     Candidates,
@@ -30,8 +29,8 @@ from lightning_obs.choice.observer_choice import (
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import call_on, logits_of
 from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.model.mark import keep_hook_out
-from lightning_obs.report.predictions import KEPT_BYTES
 
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32

@@ -22,7 +22,6 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.lightning_package import (
     TrainerFn,
     collect_rng_states,
@@ -32,8 +31,9 @@ from lightning_obs.callbacks.lightning_package import (
 from lightning_obs.callbacks.module_state import ModuleState
 from lightning_obs.callbacks.replayed_loop import BatchNote, Metrics, ReplayedLoop, metrics_of
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.forward.quantized_forward import quantized
-from lightning_obs.report.predictions import KEPT_BYTES, Moved, Predictions
+from lightning_obs.report.predictions import Moved, Predictions
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

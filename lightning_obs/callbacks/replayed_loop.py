@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from compressed_tensors.utils.helpers import patch_attr
 
-from lightning_obs.callbacks.kept_batches import KeptBatches
 from lightning_obs.callbacks.lightning_package import class_of, collect_rng_states, set_rng_states
+from lightning_obs.forward.kept_batches import KeptBatches
 from lightning_obs.report.predictions import Predictions
 
 if TYPE_CHECKING:

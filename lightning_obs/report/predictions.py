@@ -21,12 +21,10 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import named_logits
 from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.eager import run_eagerly
+from lightning_obs.forward.kept_batches import KEPT_BYTES
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.numerics.divergence import compare
 from lightning_obs.ranks.collectives import Collectives
-
-#: memory on each rank for the original's logits, and as much again for batches that are kept [bytes]
-KEPT_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)

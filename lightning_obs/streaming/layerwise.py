@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import Unpack
 
+from lightning_obs.calibration.blocks import find_blocks
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
@@ -35,7 +36,7 @@ from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.planned_modules import shares_in_float
 from lightning_obs.schemes.recipes import Recipe
-from lightning_obs.streaming.blocks import BlockRunner, find_blocks
+from lightning_obs.streaming.blocks import BlockRunner
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.streaming.parts import calibrated
 from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apart

@@ -8,7 +8,7 @@ import torch
 from transformers import BatchEncoding
 
 from lightning_obs import CalibrationError
-from lightning_obs.callbacks.kept_batches import KeptBatches
+from lightning_obs.forward.kept_batches import KeptBatches
 
 
 def test_kept_batches_end_where_one_does_not_fit_and_are_not_what_the_step_changes():

@@ -16,7 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.report.predictions import KEPT_BYTES
+
+#: memory on each rank for batches that are kept [bytes]
+KEPT_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True)
