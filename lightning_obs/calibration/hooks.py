@@ -413,10 +413,10 @@ class ModelCalls:
 
     def warn_of_padding(self, mask: Any) -> None:
         """Warn, once, if tokens that ``mask``, ``(batch, tokens)``, marks as padding are about to be observed."""
+        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
+            return
         is_masked = self._calls.mask is not None and self._calls.mask.ndim > 1
         if self._has_warned_of_padding or is_masked or self._calls.is_paused or not self._observation.needs_data:
-            return
-        if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return
         masked = int((mask == 0).sum())
         if masked:

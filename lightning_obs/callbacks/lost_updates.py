@@ -43,11 +43,13 @@ class LostUpdates:
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def watch(self, trainer: Trainer) -> None:
-        """Measure the first step of each optimizer of a fit that starts."""
+        """Measure the first step of each optimizer of a fit that starts, if it has weights in half precision."""
         self.stop()
-        self._waiting.update(trainer.optimizers)
         self._warns = trainer.is_global_zero
         for optimizer in trainer.optimizers:
+            if not _half_precision_weights(optimizer):
+                continue
+            self._waiting.add(optimizer)
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
@@ -67,10 +69,8 @@ class LostUpdates:
             return
         if getattr(optimizer, "bf16_stochastic_round", False):
             return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.dtype in _HALF_PRECISION:
-                    self._earlier.append((parameter, _sample(parameter).clone()))
+        for parameter in _half_precision_weights(optimizer):
+            self._earlier.append((parameter, _sample(parameter).clone()))
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -98,6 +98,16 @@ class LostUpdates:
             "Trainer(precision='bf16-mixed'), or give an optimizer that rounds stochastically: "
             "torchao.optim.AdamW8bit(..., bf16_stochastic_round=True)."
         )
+
+
+def _half_precision_weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of an optimizer that are in bfloat16 or float16."""
+    parameters = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.dtype in _HALF_PRECISION:
+                parameters.append(parameter)
+    return parameters
 
 
 def _learning_rate(optimizer: torch.optim.Optimizer) -> float:

@@ -27,13 +27,13 @@ from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
 from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.eager import run_eagerly, unfused
-from lightning_obs.forward.products import LinearProduct, Product, product_of
 from lightning_obs.forward.quantized_tensors import (
     FORWARD_STATE,
     Quantization,
     Switch,
     WeightCache,
     Writer,
+    adapters_in_use,
     bias_in_use,
     fake_quantize_for,
     quantization_of,
@@ -42,7 +42,7 @@ from lightning_obs.forward.quantized_tensors import (
     weight_in_use,
     weight_quantizer,
 )
-from lightning_obs.forward.recomputed_product import recomputed_product
+from lightning_obs.forward.recomputed_product import LinearProduct, Product, product_of, recomputed_product
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
 from lightning_obs.model.module_qparams import (
     calibrated_modules,
@@ -52,7 +52,7 @@ from lightning_obs.model.module_qparams import (
     read_qparams,
 )
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import AddedAdapters, adapters_of
+from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
 
 #: held while threads are compared and noted
@@ -217,13 +217,14 @@ def _run_merged(module: nn.Module) -> Callable[[], None]:
     """Let a LoRA layer around a module that runs quantized call only that module, without adding its adapters.
 
     The adapters are a part of the module's weight already (:func:`weight_in_use`), and the module's hooks see the
-    merged layer. Without a LoRA layer nothing happens; nor for a copy of the module in it, which the layer does not run
-    (a twin of :mod:`lightning_obs.choice.divergence`).
+    merged layer. Without a LoRA layer none is looked for later (:func:`adapters_in_use`). Nothing happens for a copy of
+    the module in it, which the layer does not run (a twin of :mod:`lightning_obs.choice.divergence`).
 
     Returns:
         A function that undoes it.
     """
     adapters = adapters_of(module)
+    quantization_of(module).may_have_adapters = adapters is not None
     if adapters is None or adapters.base_layer is not module:
         return lambda: None
     return set_attributes(adapters, forward=module.__call__)
@@ -292,7 +293,10 @@ def _quantized_attributes(
     function: Callable[..., Any] = _linear_forward if is_plain_linear else _forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
-    return {FORWARD_STATE: Quantization(switch, original_forward, output_by_hook, trainable), attribute: forward}
+    quantization = Quantization(
+        switch, original_forward, output_by_hook, is_plain_linear=is_plain_linear, trainable=trainable
+    )
+    return {FORWARD_STATE: quantization, attribute: forward}
 
 
 def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> Callable[..., Any] | None:
@@ -348,16 +352,17 @@ def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> tor
     quantizer = weight_quantizer(module, weight)
     if quantizer is None:
         return None
-    merge = AddedAdapters.of(module)
+    merge = adapters_in_use(module, weight)
+    parameters = [weight] if merge is None else [weight, *merge.parameters()]
     return recomputed_product(
         product,
         input,
-        merge(weight),
+        weight if merge is None else merge(weight),
         bias_in_use(module),
         scale_in_use(module, "weight"),
         quantizer,
         merge=merge,
-        parameters=[weight, *merge.parameters()],
+        parameters=parameters,
     )
 
 

@@ -16,10 +16,12 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import nn
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.recomputed_product import Scratch
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
+from lightning_obs.model.packed_weight import PackedWeight
 from lightning_obs.model.stored import bias_step, round_bias
-from lightning_obs.model.weight import full_weight
+from lightning_obs.model.weight import AddedAdapters, full_weight
 from lightning_obs.numerics.fake_quantize import (
     clip_gradient_,
     dequantize,
@@ -29,7 +31,6 @@ from lightning_obs.numerics.fake_quantize import (
     straight_through,
 )
 from lightning_obs.numerics.qparams import ATTENTION
-from lightning_obs.numerics.scratch import Scratch
 
 #: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
@@ -75,6 +76,10 @@ class Quantization:
     original_forward: Callable[..., Any] | None = None
     #: a forward hook quantizes the output
     output_by_hook: bool = False
+    #: the module computes ``F.linear`` and nothing else: its weight ``(R, C)`` is a matrix already
+    is_plain_linear: bool = False
+    #: False: no LoRA layer was around the module when it began to run quantized, and none is looked for
+    may_have_adapters: bool = True
     #: False: the weight is a checkpoint's, rounded already, and a step would leave its grid
     trainable: bool = True
     #: base name -> a function that gives the scale now, with a gradient; empty unless scales are learned
@@ -103,6 +108,13 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
     if weight.requires_grad:
         weight.register_hook(_refuse_training)
     return weight
+
+
+def adapters_in_use(module: nn.Module, parameter: torch.Tensor) -> AddedAdapters | None:
+    """Makes a module's weight of its parameter, now and in the backward; None: the parameter is the weight."""
+    if quantization_of(module).may_have_adapters or isinstance(parameter, PackedWeight):
+        return AddedAdapters.of(module)
+    return None
 
 
 def _refuse_training(gradient: torch.Tensor) -> None:
@@ -148,6 +160,8 @@ def bias_in_use(module: nn.Module) -> torch.Tensor | None:
         return bias
     if switch.writer is not None:
         return module._buffers.get(ROUNDED_BIAS, bias)
+    if args_of(module, "output") is None:
+        return bias  # engines add it in float, where they give floats
     step = bias_step(module)
     return bias if step is None else straight_through(bias, round_bias(bias, step))
 
@@ -206,10 +220,11 @@ def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer
         return None
     if quantization.switch.writer is not None or quantization.weight_cache is not None:
         return None
-    if to_matrix(module, weight) is None:
+    if not quantization.is_plain_linear and to_matrix(module, weight) is None:
         return None
     _follow_device(module, weight, "weight", args)
-    return WeightQuantizer(module, StaticQuantizer.of(module, "weight", args), quantization.switch.scratch)
+    layout = None if quantization.is_plain_linear else module
+    return WeightQuantizer(layout, StaticQuantizer.of(module, "weight", args), quantization.switch.scratch)
 
 
 def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
@@ -288,12 +303,12 @@ class WeightQuantizer:
     """Quantizes and dequantizes a module's weight, in its own shape, where and how that was done before.
 
     Attributes:
-        module: of a kind that says how its weight is a matrix.
+        layout: a module whose kind says how the weight is a matrix; None: it is one.
         quantizer: of that matrix.
         scratch: lends memory.
     """
 
-    module: nn.Module
+    layout: nn.Module | None
     quantizer: StaticQuantizer
     scratch: Scratch
 
@@ -322,12 +337,15 @@ class WeightQuantizer:
         return None if memory is None else self._to_matrix(memory)
 
     def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        matrix = to_matrix(self.module, weight)
+        if self.layout is None:
+            return weight
+        matrix = to_matrix(self.layout, weight)
         assert matrix is not None  # weight_quantizer has asked
         return matrix
 
     def _from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        return from_matrix(self.module, matrix, shape).contiguous()
+        weight = matrix if self.layout is None else from_matrix(self.layout, matrix, shape)
+        return weight.contiguous()
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:

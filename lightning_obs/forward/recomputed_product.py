@@ -1,7 +1,9 @@
-"""A module that quantizes its weight once more in the backward, so that no quantized weight waits there.
+"""The product of an input and a quantized weight that computes the weight once more in the backward.
 
-Autograd would keep one for each Linear and convolution of a model, in the size of the parameters, and the mask of
-clipped values. Both follow from the weight and its scale, which are in memory anyway.
+Autograd would keep a quantized weight for each Linear and convolution of a model, in the size of the parameters, and
+the mask of clipped values. Both follow from the weight and its scale, which are in memory anyway. So the gradients of
+a product are written here, bit for bit those of autograd, and the quantized weight lies in memory that all modules
+share.
 
 torch's activation checkpointing would compute them again, too, but it also keeps the input of a Linear whose weight is
 frozen, which plain training does not. Hooks of saved tensors would take the place of the user's: of nested ones torch
@@ -10,13 +12,216 @@ calls the innermost alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
 
-from lightning_obs.forward.products import Product
+from lightning_obs.model.kinds import is_conv1d_of_transformers
+
+# ---------------------------------------------------------------------- products and their gradients
+
+#: of input, weight and bias; None for one that is not asked for
+Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+
+_CONV_FORWARDS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
+
+
+class Product(Protocol):
+    """An operation on an input, a weight and a bias.
+
+    Attributes:
+        reads_input: whether a backward that computes no gradient of the weight needs the input, too.
+    """
+
+    reads_input: bool
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The output."""
+
+    def gradients(
+        self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """The gradients of input, weight and bias that are needed, in the dtype of the output's: ``grad``."""
+
+
+@dataclass(frozen=True)
+class LinearProduct:
+    """``F.linear``: an input ``(..., C)``, a weight ``(R, C)``."""
+
+    reads_input = False
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The output ``(..., R)``."""
+        return F.linear(input, weight, bias)
+
+    def gradients(
+        self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """As of :class:`Product`; ``input`` is read for the weight's alone."""
+        needs_input, needs_weight, needs_bias = needs
+        rows = grad.reshape(-1, grad.shape[-1])
+        input_grad = grad @ weight.to(grad.dtype) if needs_input else None
+        weight_grad = None
+        if needs_weight:
+            input_rows = input.reshape(-1, input.shape[-1])
+            weight_grad = rows.t() @ input_rows.to(grad.dtype)
+        bias_grad = rows.sum(0) if needs_bias else None
+        return input_grad, weight_grad, bias_grad
+
+
+@dataclass(frozen=True)
+class TransposedProduct:
+    """The product of transformers' ``Conv1D``: an input ``(..., C)``, a weight ``(C, R)``."""
+
+    reads_input = False
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The output ``(..., R)``."""
+        assert bias is not None  # Conv1D always has one
+        rows = input.view(-1, input.shape[-1])
+        return torch.addmm(bias, rows, weight).view(*input.shape[:-1], weight.shape[1])
+
+    def gradients(
+        self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """As of :class:`Product`; ``input`` is read for the weight's alone."""
+        needs_input, needs_weight, needs_bias = needs
+        rows = grad.reshape(-1, grad.shape[-1])
+        input_grad = None
+        if needs_input:
+            product = rows @ weight.to(grad.dtype).t()
+            input_grad = product.view(*grad.shape[:-1], weight.shape[0])
+        weight_grad = None
+        if needs_weight:
+            input_rows = input.reshape(-1, input.shape[-1])
+            weight_grad = input_rows.to(grad.dtype).t() @ rows
+        bias_grad = rows.sum(0) if needs_bias else None
+        return input_grad, weight_grad, bias_grad
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """``F.conv1d`` to ``F.conv3d``: an input ``(N, C, ...)`` or ``(C, ...)``, a weight ``(R, C / groups, ...)``.
+
+    Attributes:
+        function: of these.
+        stride, padding, dilation, groups: its arguments.
+    """
+
+    function: Callable[..., torch.Tensor]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    reads_input = True
+
+    @classmethod
+    def of(cls, module: _ConvNd) -> Convolution | None:
+        """Of a module of torch; None where it pads by more than zeros on both sides alike."""
+        functions: dict[Any, Callable[..., torch.Tensor]] = {
+            nn.Conv1d.forward: F.conv1d,
+            nn.Conv2d.forward: F.conv2d,
+            nn.Conv3d.forward: F.conv3d,
+        }
+        function = functions.get(type(module).forward)
+        if function is None or module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return None
+        return cls(function, module.stride, module.padding, module.dilation, module.groups)
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The output ``(N, R, ...)`` or ``(R, ...)``."""
+        return self.function(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    def gradients(
+        self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """As of :class:`Product`."""
+        is_single = input.ndim < weight.ndim
+        if is_single:
+            grad = grad.unsqueeze(0)
+            input = input.unsqueeze(0)
+        input_grad, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
+            grad,
+            input.to(grad.dtype),
+            weight.to(grad.dtype),
+            [weight.shape[0]],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,  # not transposed
+            [0] * len(self.stride),
+            self.groups,
+            list(needs),
+        )
+        if is_single and input_grad is not None:
+            input_grad = input_grad.squeeze(0)
+        return input_grad, weight_grad, bias_grad
+
+
+def product_of(module: nn.Module) -> Product | None:
+    """The product that the class of a module computes, if it computes nothing else; None for any other module.
+
+    The quantized forward asks for it. None also for a transposed convolution, and for one that pads otherwise than with
+    zeros, or by a word.
+    """
+    if type(module).forward is nn.Linear.forward:
+        return LinearProduct()
+    if is_conv1d_of_transformers(module) and type(module).__name__ == "Conv1D":
+        return TransposedProduct()
+    if isinstance(module, _ConvNd) and getattr(type(module), "_conv_forward", None) in _CONV_FORWARDS:
+        return Convolution.of(module)
+    return None
+
+
+# ---------------------------------------------------------------------- memory for one weight after the other
+
+
+class Scratch:
+    """Lends memory for a tensor in float32, and keeps that of the largest for the next time.
+
+    The allocator of a CPU gives memory of some megabytes back to the system and asks for it again at once, each page of
+    it cleared; between tensors that stay, it leaves gaps that no later tensor fits.
+
+    All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`). Several
+    threads may borrow at once, and a block inside another block gets other memory. Copies and pickles have none.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def __reduce__(self) -> Any:
+        return Scratch, ()
+
+    @contextmanager
+    def lend(self, like: torch.Tensor) -> Iterator[torch.Tensor | None]:
+        """For a ``with`` block, memory of the shape of ``like``, which nobody may read afterwards.
+
+        Yields:
+            A contiguous tensor with any values; None where memory is not a CPU's, or not in float32.
+        """
+        if like.device.type != "cpu" or like.dtype != torch.float32 or type(like) not in (torch.Tensor, nn.Parameter):
+            yield None
+            return
+        count = like.numel()
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = like.new_empty(count)
+        if memory.numel() < count:
+            memory = like.new_empty(count)
+        try:
+            yield memory[:count].view(like.shape)
+        finally:
+            self._free[:] = [memory]
+
+
+# ---------------------------------------------------------------------- the product with a weight that is not kept
 
 
 class Quantizer(Protocol):
@@ -40,7 +245,7 @@ def recomputed_product(
     scale: torch.Tensor,
     quantize: Quantizer,
     *,
-    merge: Callable[[torch.Tensor], torch.Tensor],
+    merge: Callable[[torch.Tensor], torch.Tensor] | None,
     parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """``product(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
@@ -54,7 +259,7 @@ def recomputed_product(
         bias: or None.
         scale: of the weight.
         quantize: gives the quantized weight in the shape and dtype of ``weight``.
-        merge: gives ``weight`` from the first of ``parameters``: adds the adapters.
+        merge: gives ``weight`` from the first of ``parameters``: adds the adapters. None: it is the weight.
         parameters: the module's weight, and the adapters' parameters. One that is changed in place before the backward
             is an error there, as in plain training.
     """
@@ -73,7 +278,7 @@ class _RecomputedProduct(torch.autograd.Function):
         bias: torch.Tensor | None,
         scale: torch.Tensor,
         quantize: Quantizer,
-        merge: Callable[[torch.Tensor], torch.Tensor],
+        merge: Callable[[torch.Tensor], torch.Tensor] | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         with quantize.borrowed(weight, scale) as quantized:
@@ -95,7 +300,7 @@ class _RecomputedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, scale, *parameters = ctx.saved_tensors
         _, needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
-        weight = ctx.merge(parameters[0])
+        weight = parameters[0] if ctx.merge is None else ctx.merge(parameters[0])
         needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
         if needs_graph:
             with torch.enable_grad():

@@ -11,7 +11,6 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from lightning_obs.forward.products import LinearProduct
 from lightning_obs.forward.quantized_forward import set_learned_scale
 from lightning_obs.forward.quantized_tensors import (
     StaticQuantizer,
@@ -20,9 +19,8 @@ from lightning_obs.forward.quantized_tensors import (
     quantized_weight,
     weight_quantizer,
 )
-from lightning_obs.forward.recomputed_product import recomputed_product
+from lightning_obs.forward.recomputed_product import LinearProduct, Scratch, recomputed_product
 from lightning_obs.model.weight import register_surroundings
-from lightning_obs.numerics.scratch import Scratch
 from tests.forward.quantized_modules import calibrated, train_quantized
 from tests.numerics.fake_quantize_cases import preset, qparams_of
 
