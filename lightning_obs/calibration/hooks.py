@@ -59,12 +59,18 @@ class ObserverHooks:
         """Whether hooks are on the model."""
         return self._attached is not None
 
-    def attach(self, count_calls: bool, attach_further: Callable[[Observation, ExitStack], None] | None) -> None:
+    def attach(
+        self,
+        count_calls: bool,
+        attach_further: Callable[[Observation, ExitStack], None] | None = None,
+        observes_modules: bool = True,
+    ) -> None:
         """Register all hooks.
 
         Args:
             count_calls: count calls of the model as batches.
             attach_further: registers hooks after those of the observers; its stack removes them. None: there are none.
+            observes_modules: off: only the model's calls are hooked, whose modules are observed in later runs.
 
         Raises:
             CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.
@@ -72,7 +78,8 @@ class ObserverHooks:
         observation = self._observation
         token_weights = TokenWeights(observation) if observation.weighed_modules else None
         with ExitStack() as stack:
-            self._attach_modules(token_weights, stack)
+            if observes_modules:
+                self.attach_modules(token_weights, stack)
             if attach_further is not None:
                 attach_further(observation, stack)
             self.calls.attach(token_weights, count_calls, stack)
@@ -87,8 +94,8 @@ class ObserverHooks:
             self._observation.calls.cache.forget()
             attached.close()
 
-    def _attach_modules(self, token_weights: TokenWeights | None, stack: ExitStack) -> None:
-        """Register the hooks of all planned modules, attention modules and experts."""
+    def attach_modules(self, token_weights: TokenWeights | None, stack: ExitStack) -> None:
+        """Register the hooks of all planned modules, attention modules and experts; ``stack`` removes them."""
         observation = self._observation
         targets = observation.plan.targets
         stack.enter_context(run_eagerly())

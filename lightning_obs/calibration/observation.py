@@ -19,6 +19,7 @@ from torch import nn
 
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.fitted_recipe import fitted_options
+from lightning_obs.calibration.input_errors import InputErrors
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.output_readers import OutputReaders
@@ -38,7 +39,7 @@ from lightning_obs.observers.hessian import MOST_OUTPUTS
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
-from lightning_obs.schemes.config import make_observer
+from lightning_obs.schemes.config import make_observer, rounds_on_quantized_inputs
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs, shares_text
 
 #: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
@@ -48,6 +49,8 @@ RANGE = "input range"
 HESSIAN = "weight by its inputs"
 #: the products of the gradients at a module's outputs, by which the rows of its weight are rounded together
 GRADIENTS = "weight by the gradients at its outputs"
+#: how a module's inputs differ once the modules before it are quantized, which the rounding of its weight makes up for
+INPUT_ERRORS = "weight by the errors of its inputs"
 
 
 @dataclass
@@ -70,6 +73,7 @@ class Observation:
         unreached: the observers that no data reached on any rank; None: the ranks were not reduced yet.
         lacks_data: whether the last :func:`.finalize` failed because data were missing, on all ranks alike.
         skipped: names of modules that were left in full precision, because no data reached them.
+        others_have_data: of a part of a model, whether data reached other parts.
     """
 
     model: nn.Module
@@ -87,6 +91,7 @@ class Observation:
     unreached: list[Key] | None = None
     lacks_data: bool = False
     skipped: set[str] = field(default_factory=set)
+    others_have_data: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy reports no progress: the callback may hold a terminal."""
@@ -126,6 +131,11 @@ class Observation:
     def needs_data(self) -> bool:
         """Whether the model has to be run: for static activations, or for weights that need inputs."""
         return bool(self.data_observers)
+
+    @property
+    def rounds_on_quantized_inputs(self) -> bool:
+        """Whether a weight is rounded by the inputs that the quantized modules before it give."""
+        return rounds_on_quantized_inputs(self.plan.config)
 
     @property
     def weighed_modules(self) -> list[str]:
@@ -243,6 +253,8 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
     outputs = 0 if shape is None else shape[0]
     if weighs_tokens and outputs <= MOST_OUTPUTS:
         helpers[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
+    if observer.rounding is not None and observer.rounding.correction:
+        helpers[target.name, INPUT_ERRORS] = InputErrors("weight", QuantizationArgs())
     return helpers
 
 
@@ -299,6 +311,8 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 # ---------------------------------------------------------------------- the result
 
 
+#: the fields of a result that grow part by part
+ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens")
 #: facts that are a number of things, and the name of one
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
@@ -361,6 +375,13 @@ class CalibrationResult:
     plan: PlanSummary = field(default_factory=PlanSummary)
     ranks: int = 1
     collectives: int = 0
+
+    def add(self, part: CalibrationResult) -> None:
+        """Add the result of a part of the model; facts of the whole plan stay."""
+        for name in ADDED:
+            total = getattr(self, name)
+            addend = getattr(part, name)
+            setattr(self, name, total | addend if isinstance(total, dict) else total + addend)
 
     def facts(self) -> dict[str, str]:
         """The facts by name, in the order of every report: closing summary, page, log, ``repr``."""

@@ -90,9 +90,13 @@ class CalibrationOptions:
             outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
             ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
             module's inputs (4 bytes per pair of channels), with ``weigh_tokens`` also the products of the gradients at
-            its outputs. The weights of the model do not change: a module gets the numbers beside its scale. None: as
-            the scheme says of each group, beside the hyperparameters of its observer (``{"name": "hessian",
-            "rounding": "gptq"}``); else the nearest numbers.
+            its outputs. The weights of the model do not change: a module gets the numbers beside its scale. With
+            ``"inputs": "quantized"`` the Hessian is that of the inputs which the quantized modules before give: the
+            model's calls are kept (2 GiB at most), and run again block by block; ``"correction"``, 0.25 there, is the
+            share of what the inputs differ by that the rounding makes up for
+            (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each group,
+            beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest
+            numbers.
         recipe: observers and rounding under one word (docs/guide/observers.md): ``"accurate"``, the least loss that was
             measured, which needs data and memory for products of inputs; ``"fast"``, which chooses weights without
             data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors that it has no choice for

@@ -19,10 +19,13 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.kept_calls import KeptCalls
 from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.quantized_inputs import calibrate_on_quantized_inputs
 from lightning_obs.calibration.quantized_outputs import attach_readers
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
+from lightning_obs.calibration.stepwise import require_steps_possible
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
@@ -111,6 +114,10 @@ class CalibrationSession:
         self.data_observers = self.observation.data_observers
         self.result: CalibrationResult | None = None
         self._hooks = ObserverHooks(self.observation, token_mask)
+        #: the model's calls, to be run again step by step; None: the owner's run is observed
+        self._kept_calls: KeptCalls | None = None
+        if self.observation.rounds_on_quantized_inputs:
+            self._kept_calls = KeptCalls(self.observation)
         self._written = _WrittenQParams(self.model, self.plan)
         #: when the data that no result has reported yet began to be observed; None: there are none
         self._observing_since: float | None = None
@@ -147,6 +154,8 @@ class CalibrationSession:
         """
         self.observation.collectives = collectives
         self.observation.is_fitting = is_fitting
+        if self._kept_calls is not None:
+            require_steps_possible(self.observation)
 
     def show_progress(self, progress: Progress | None) -> None:
         """Call ``progress`` with each weight that this rank has searched; None: with none."""
@@ -198,6 +207,8 @@ class CalibrationSession:
                 other does not measure again.
         """
         self.detach()
+        if self._kept_calls is not None:
+            require_steps_possible(self.observation)
         if forget:
             self.observation.forget()
         if shares_calls_with is not None:
@@ -207,11 +218,16 @@ class CalibrationSession:
         self.observation.calls.is_paused = False
         self._observing_since = time.perf_counter()
         has_outputs = self.observation.calls.readers is not None
-        self._hooks.attach(count_calls, attach_readers if has_outputs else None)
+        observes_modules = self._kept_calls is None
+        self._hooks.attach(count_calls, attach_readers if has_outputs else None, observes_modules)
+        if self._kept_calls is not None:
+            self._kept_calls.attach(forget)
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
         self._hooks.detach()
+        if self._kept_calls is not None:
+            self._kept_calls.detach()
 
     # ------------------------------------------------------------------ while data run
 
@@ -266,7 +282,10 @@ class CalibrationSession:
         if activations and self._observing_since is not None:
             started = self._observing_since
         with self._written.replacing():
-            result = finalize(self.observation, weights, activations)
+            if self._kept_calls is None:
+                result = finalize(self.observation, weights, activations)
+            else:
+                result = self._run_kept_calls(self._kept_calls)
         result.seconds = time.perf_counter() - started
         self.result = result
         if activations:
@@ -280,6 +299,14 @@ class CalibrationSession:
                 f"(observers={{'weight': 'imatrix_mse'}}), and by rounding='gptq'."
             )
         return result
+
+    def _run_kept_calls(self, kept_calls: KeptCalls) -> CalibrationResult:
+        """Calibrate on quantized inputs, and release the kept calls."""
+        kept_calls.warn_of_calls_left_out()
+        try:
+            return calibrate_on_quantized_inputs(self.observation, kept_calls)
+        finally:
+            kept_calls.release()
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:

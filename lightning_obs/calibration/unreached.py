@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from lightning_obs.calibration.observation import GRADIENTS, HESSIAN, RANGE, Observation
+from lightning_obs.calibration.observation import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE, Observation
 from lightning_obs.errors import CalibrationError, key_text, name_list, refuse, warn
 from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.observers import Key
@@ -27,7 +27,7 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
         return set()
     _refuse_hidden_statistics(observation, lacking)
     observation.lacks_data = True
-    if len(lacking) == len(required):
+    if len(lacking) == len(required) and not observation.others_have_data:
         raise _no_data_at_all(observation, required)
     # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
     needs_all_scales = any(base in ATTENTION for _, base in lacking)
@@ -46,7 +46,7 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
 
 def _required_observers(observation: Observation) -> list[Key]:
     """The observers that need data: not those of helpers, except for a Hessian. Experts may lack that too."""
-    helpers = {RANGE, GRADIENTS}
+    helpers = {RANGE, GRADIENTS, INPUT_ERRORS}
     if observation.options.on_missing == "siblings":
         helpers.add(HESSIAN)
     return [key for key in observation.data_observers if key[1] not in helpers]

@@ -13,9 +13,10 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.calibration.observation import GRADIENTS, HESSIAN
+from lightning_obs.calibration.observation import GRADIENTS, HESSIAN, INPUT_ERRORS
 from lightning_obs.errors import name_list, warn
-from lightning_obs.numerics.rounding import round_by_hessian
+from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
+from lightning_obs.numerics.rounding_options import RoundingOptions
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import Statistic, observing
 
@@ -29,6 +30,8 @@ class WeightRounding(Observer):
         hessian: ``sum x x^T`` of the module's inputs, ``(C, C)``.
         output_hessian: ``sum |x|^2 g g^T`` of the gradients at its outputs, ``(R, R)``; None: it was not gathered, and
             rows are rounded one by one.
+        input_errors: ``sum (x - x~) x~^T`` of inputs x in full precision and quantized inputs x~, by which ``hessian``
+            was gathered, ``(C, C)``; None: the weight itself is rounded, not a corrected one.
 
     Attributes:
         rounded: the integers, ``(R, C)``, after the weight was observed.
@@ -43,19 +46,37 @@ class WeightRounding(Observer):
         qparams: Mapping[str, torch.Tensor],
         hessian: torch.Tensor,
         output_hessian: torch.Tensor | None = None,
+        input_errors: torch.Tensor | None = None,
     ) -> None:
         super().__init__("weight", args)
         self._qparams = {name.removeprefix("weight_"): value for name, value in qparams.items()}
         self._hessian = hessian
         self._output_hessian = output_hessian
+        self._input_errors = input_errors
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         qparams: Any = self._qparams
-        options = self.rounding or {}
+        options = self.rounding or RoundingOptions()
         with observing(self):
-            self.rounded = round_by_hessian(value, qparams, self.args, self._hessian, self._output_hessian, **options)
+            self.rounded = round_by_hessian(
+                self._target(value, options),
+                qparams,
+                self.args,
+                self._hessian,
+                self._output_hessian,
+                act_order=options.act_order,
+                damping=options.damping,
+            )
         return self
+
+    def _target(self, weight: torch.Tensor, options: RoundingOptions) -> torch.Tensor:
+        """The matrix that is rounded: the weight, or one that makes up for a share of the errors of its inputs."""
+        if self._input_errors is None or not options.correction:
+            return weight
+        return corrected_target(
+            weight, self._hessian, self._input_errors, damping=options.damping, share=options.correction
+        )
 
 
 def make_roundings(
@@ -82,7 +103,8 @@ def make_roundings(
             without_inputs.append(name)
             continue
         output_hessian = getattr(data_observers.get((name, GRADIENTS)), "input_hessian", None)
-        roundings[key] = WeightRounding(observer.args, qparams[name], hessian, output_hessian)
+        input_errors = getattr(data_observers.get((name, INPUT_ERRORS)), "input_errors", None)
+        roundings[key] = WeightRounding(observer.args, qparams[name], hessian, output_hessian, input_errors)
     if without_inputs:
         warn(
             "GPTQ needs inputs, and these modules got none; their weights are rounded to nearest: "

@@ -36,7 +36,7 @@ from lightning_obs.callbacks.trainer_session import TrainerSession
 from lightning_obs.errors import CalibrationError, refuse_unknown, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.fine_tuning.quantized_training import Phase
-from lightning_obs.schemes.config import SchemeLike, has_rounding
+from lightning_obs.schemes.config import SchemeLike, has_rounding, rounds_on_quantized_inputs
 from lightning_obs.schemes.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class QuantizationAwareTraining(SessionCallback):
         self.distillation = Distillation(distill, teacher)
         if train == "scales":
             _require_distillation(self.distillation)
+            _refuse_quantized_inputs(calibration_options)
         else:
             calibration_options = calibration_options.with_recipe(Recipe.without_rounding)
             _refuse_rounding(calibration_options)
@@ -396,6 +397,16 @@ def _refuse_rounding(options: CalibrationOptions) -> None:
             got="QuantizationAwareTraining(rounding=...)",
             remedy="train='scales'; or train without it, then calibrate the trained model with "
             "CalibrationCallback(rounding='gptq').",
+        )
+
+
+def _refuse_quantized_inputs(options: CalibrationOptions) -> None:
+    """Refuse a rounding that runs the model block by block, which a training does not do at its start."""
+    if rounds_on_quantized_inputs(options.config):
+        raise CalibrationError(
+            "a training starts from weights that are rounded by inputs in full precision",
+            got="QuantizationAwareTraining(rounding={'inputs': 'quantized'})",
+            remedy="leave 'inputs' out of rounding.",
         )
 
 

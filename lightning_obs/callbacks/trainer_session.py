@@ -80,6 +80,8 @@ class TrainerSession:
             self.session = CalibrationSession(model, options)
         if has_ranks:
             require_exact(trainer, self.session)
+        if self.session.observation.rounds_on_quantized_inputs:
+            require_forward(model, "rounding on quantized inputs")
         self.session.begin_run(collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         self._pl_module = pl_module
         return self.session

@@ -80,6 +80,15 @@ class KeptBatches:
         while len(self) > length:
             self._kept.pop()
 
+    def note(self, index: int) -> Any:
+        """The note of a batch."""
+        return self._kept[index].note
+
+    def copy(self, index: int) -> Any:
+        """A copy of a batch, on the devices it came from; the batch stays."""
+        entry = self._kept[index]
+        return _deep_copy(entry.batch, _TensorsToDevices(entry.devices))
+
     def pop_all(self) -> Iterator[tuple[Any, Any]]:
         """Yield ``(batch, note)`` in order, each batch on the devices it came from; it is released at the next one."""
         while self._kept:
@@ -122,7 +131,7 @@ class _TensorsToDevices(TorchFunctionMode):
         if function is not torch.Tensor.__deepcopy__:
             return function(*args, **(kwargs or {}))
         tensor = args[0]
-        return tensor.to(self._devices.get(id(tensor), tensor.device))
+        return tensor.to(self._devices.get(id(tensor), tensor.device), copy=True)
 
 
 def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:

@@ -126,3 +126,15 @@ def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, tor
         groups = groups.transpose(0, 1)
         products = torch.bmm(groups.mT, groups)
     return products, _count_rows(rows)
+
+
+def cross_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The sum of ``x y^T`` over rows x of ``left`` and the same rows y of ``right``, ``(..., C)`` each.
+
+    Returns:
+        ``(C, C)`` in float32.
+    """
+    with torch.autocast(left.device.type, enabled=False), exact_products():
+        left_rows = left.reshape(-1, left.shape[-1]).float()
+        right_rows = right.reshape(-1, right.shape[-1]).float()
+        return left_rows.mT @ right_rows

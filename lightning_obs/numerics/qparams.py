@@ -11,7 +11,7 @@ bit for bit the scale that its kernels and the rest of its ecosystem would have 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypedDict
 
@@ -32,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.kernels import launch
+from lightning_obs.numerics.rounding_options import RoundingOptions
 
 ATTENTION = ("q", "k", "v")
 _OF_ACTIVATIONS = ("tensor", "token", "group", "tensor_group")
@@ -416,36 +417,16 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
     return bool(args.symmetric) and has_wide_scales
 
 
-def rounding_of(args: QuantizationArgs) -> dict[str, Any] | None:
-    """How a weight is rounded once it has scales: options of ``round_by_hessian``; None: to nearest.
+def rounding_of(args: QuantizationArgs) -> RoundingOptions | None:
+    """How a weight is rounded once it has scales; None: to nearest.
 
     Called by every observer's constructor, so that a wrong option is refused before data.
 
     Raises:
         CalibrationError: another name than ``gptq``, an unknown option, or a value of the wrong kind.
 
-    >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"}))
-    {'act_order': True, 'damping': 0.01}
+    >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"})).damping
+    0.01
     """
     option = args.observer_kwargs.get(ROUNDING)
-    if option is None:
-        return None
-    defaults = {"name": "gptq", "act_order": True, "damping": 0.01}
-    options: dict[str, Any] = {}
-    if isinstance(option, str):
-        options = {**defaults, "name": option}
-    elif isinstance(option, Mapping):
-        options = {**defaults, **option}
-    if not _are_rounding_options(options):
-        raise CalibrationError("rounding", got=repr(option), expected=f"None, 'gptq' or {defaults}")
-    return {"act_order": options["act_order"], "damping": options["damping"]}
-
-
-def _are_rounding_options(options: Mapping[str, Any]) -> bool:
-    """Whether the options have the names and kinds that GPTQ takes."""
-    if options.keys() != {"name", "act_order", "damping"}:
-        return False
-    damping = options["damping"]
-    if not isinstance(options["act_order"], bool) or not isinstance(damping, (int, float)):
-        return False
-    return options["name"] == "gptq" and not damping < 0
+    return None if option is None else RoundingOptions.of(option)

@@ -181,14 +181,69 @@ def _round_rows(
         left[later].addmm_(factor[panel, later].T, errors, alpha=-1)
 
 
+@torch.no_grad()
+@exact_products()
+def corrected_target(
+    weight: torch.Tensor, hessian: torch.Tensor, input_errors: torch.Tensor, *, damping: float, share: float
+) -> torch.Tensor:
+    """The weight whose outputs on quantized inputs are nearest to the weight's own on full-precision inputs.
+
+    ``W + share * W A (H + damping)^-1``; with a share of 1 and no damping it is the least squares solution of
+    ``W' x~ = W x`` over inputs x and the same inputs x~ as the quantized modules before give them. Whole, it follows
+    the calibration data too closely. Called by ``calibration/weight_rounding.py``; the result is only what is rounded.
+
+    Args:
+        weight: W, ``(R, C)``; not changed.
+        hessian: H, ``(C, C)``, the sum of ``x~ x~^T``.
+        input_errors: A, ``(C, C)``, the sum of ``(x - x~) x~^T``.
+        damping: share of the mean of H's diagonal that is added to it.
+        share: how much of the difference is made up for, in [0, 1].
+
+    Returns:
+        ``(R, C)`` in float32.
+
+    Raises:
+        CalibrationError: the Hessian is not positive definite, not even with this damping.
+
+    Reference:
+        Li et al., GPTAQ, 2025, arXiv:2504.02692; Zhang et al., Qronos, 2025, arXiv:2505.11695.
+
+    >>> twice_as_large = torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 0.0]])
+    >>> exact, quantized = twice_as_large
+    >>> hessian, errors = quantized.T @ quantized, (exact - quantized).T @ quantized
+    >>> corrected_target(torch.tensor([[0.4, 0.4]]), hessian, errors, damping=0.0, share=0.5)
+    tensor([[0.6000, 0.4000]])
+    """
+    damped = _damped(hessian.to(weight.device), damping)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        raise _not_positive(len(hessian), damping)
+    errors = input_errors.to(weight.device, torch.float32)
+    output_errors = weight.float() @ errors
+    shift = torch.cholesky_solve(output_errors.double().mT, factor).mT
+    return weight.float() + share * shift.float()
+
+
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped Hessian, in float32.
 
     It needs one matrix in float64.
     """
+    damped = _damped(hessian, damping)
+    del hessian  # the caller's may be a temporary
+    failed = torch.empty(2, dtype=torch.int32, device=damped.device)
+    torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))
+    torch.cholesky_inverse(damped, out=damped)
+    torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))
+    if failed.any():
+        raise _not_positive(len(damped), damping)
+    return damped.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+    """A copy of a Hessian in float64, whose diagonal has no zeros and is raised by a share of its mean."""
     damped = torch.empty_like(hessian, dtype=torch.float64).mT
     damped.copy_(hessian)
-    del hessian  # the caller's may be a temporary
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # A column that no input reached gets the mean, or 1: it is independent of all others.
@@ -196,14 +251,12 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     filled = torch.where(diagonal == 0, for_unreached, diagonal)
     diagonal.copy_(filled)
     diagonal += damping * mean
-    failed = torch.empty(2, dtype=torch.int32, device=damped.device)
-    torch.linalg.cholesky_ex(damped, out=(damped, failed[0]))
-    torch.cholesky_inverse(damped, out=damped)
-    torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))
-    if failed.any():
-        raise CalibrationError(
-            "the Hessian of the inputs is not positive definite",
-            got=f"{len(damped)} columns, damping={damping}",
-            remedy="calibrate with more tokens, or raise damping (0.1).",
-        )
-    return damped.to(torch.float32, memory_format=torch.contiguous_format)
+    return damped
+
+
+def _not_positive(columns: int, damping: float) -> CalibrationError:
+    return CalibrationError(
+        "the Hessian of the inputs is not positive definite",
+        got=f"{columns} columns, damping={damping}",
+        remedy="calibrate with more tokens, or raise damping (0.1).",
+    )

@@ -528,6 +528,12 @@ def has_rounding(config: QuantizationConfig) -> bool:
     return any(rounding_of(args) is not None for args in _args_of(config, "weight"))
 
 
+def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
+    """Whether any group's weights are rounded by the inputs that the quantized modules before them give."""
+    roundings = [rounding_of(args) for args in _args_of(config, "weight")]
+    return any(rounding is not None and rounding.on_quantized_inputs for rounding in roundings)
+
+
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     """A short name of a scheme for reports: the preset's name, or its formats; the options' ``label``.
 
@@ -546,7 +552,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     if config.kv_cache_scheme is not None:
         parts.append(f"{describe(config.kv_cache_scheme)} kv cache")
     if has_rounding(config):
-        parts.append("gptq")
+        parts.append("gptq on quantized inputs" if rounds_on_quantized_inputs(config) else "gptq")
     return " + ".join(parts)
 
 

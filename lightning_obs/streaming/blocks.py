@@ -12,7 +12,40 @@ from torch import nn
 
 from lightning_obs.calibration.blocks import BlockForward, copied
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.forward.calls import call_on
+
+
+class FileBatches:
+    """Batches that are run any number of times by a model whose weights are read from files.
+
+    Args:
+        model: calls them.
+        batches: arguments of the model's forward, as :func:`.call_on` takes them.
+        device: where the model runs.
+        token_mask: name of the argument that is nonzero for tokens that count; None: all count.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: Sequence[Any], device: torch.device, token_mask: str | None = None
+    ) -> None:
+        self._model = model
+        self._batches = batches
+        self._device = device
+        self._token_mask = token_mask
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def run(self, index: int) -> Any:
+        """Call the model on a copy of a batch; returns its output."""
+        return call_on(self._model, copied(self._batches[index], self._device))
+
+    def mask(self, index: int) -> torch.Tensor | None:
+        """Which tokens of a batch count, on the CPU; None: all."""
+        if self._token_mask is None:
+            return None
+        return find_mask(self._batches[index], self._token_mask).cpu()
 
 
 class BlockRunner:

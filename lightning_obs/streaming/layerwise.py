@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,10 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import find_blocks
 from lightning_obs.calibration.finalize import result_of
-from lightning_obs.calibration.observation import CalibrationResult
+from lightning_obs.calibration.observation import ADDED, CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.calibration.stepwise import Blocks, StepwiseCalibration, require_steps_possible
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index
@@ -36,7 +37,7 @@ from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.schemes.config import SchemeLike
 from lightning_obs.schemes.planned_modules import shares_in_float
 from lightning_obs.schemes.recipes import Recipe
-from lightning_obs.streaming.blocks import BlockRunner
+from lightning_obs.streaming.blocks import BlockRunner, FileBatches
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
 from lightning_obs.streaming.parts import calibrated
 from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apart
@@ -52,6 +53,8 @@ class BlockRuns:
     Args:
         inputs: a block's inputs: ``"full_precision"``, the outputs of the source's blocks, or ``"quantized"``, the
             outputs of the quantized blocks, which the quantized model will compute. The latter runs each block twice.
+            A rounding with ``"inputs": "quantized"`` goes further, whatever is said here: it runs the modules of a
+            block one after the other.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the other tokens reach no observer.
         device: where blocks are run, observed and compressed.
@@ -134,10 +137,6 @@ def calibrate_layerwise(
     return run.result
 
 
-#: the fields of a result that grow block by block, and are saved with each block
-_ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens")
-
-
 class _LayerwiseRun:
     """A run of :func:`calibrate_layerwise` on one rank.
 
@@ -177,6 +176,13 @@ class _LayerwiseRun:
             clear_qparams(target.module)  # of their later shapes, with which the files were laid out
         self._parts = _module_names_of_parts(source.model, blocks_name, len(blocks))
         self._runner = BlockRunner(session, list(blocks), batches, self._device)
+        #: runs the blocks step by step where weights are rounded on quantized inputs; None: ``_runner`` does
+        self._stepwise: StepwiseCalibration | None = None
+        if session.observation.rounds_on_quantized_inputs:
+            require_steps_possible(session.observation)
+            file_batches = FileBatches(source.model, batches, self._device, runs.token_mask)
+            known_blocks = Blocks(blocks_name, list(blocks))
+            self._stepwise = StepwiseCalibration(session.observation, known_blocks, file_batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
         run_facts = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
@@ -189,6 +195,8 @@ class _LayerwiseRun:
         self._file_of_tensor: dict[str, str] = {}
         self.result = result_of(session.observation)
         self.result.batches = len(batches) if session.needs_data else 0
+        if self._stepwise is not None:
+            self._stepwise.result = self.result
         #: of the blocks that an earlier run finished
         self._earlier_measurements = 0
 
@@ -196,7 +204,10 @@ class _LayerwiseRun:
         """Take over the first ``step`` blocks from a killed run. Called on all ranks, before :meth:`run`."""
         state = self._finished.load(step)
         self._step = step
-        self._runner.outputs = state["outputs"]
+        if self._stepwise is None:
+            self._runner.outputs = state["outputs"]
+        else:
+            self._stepwise.go_on_after(step, *state["outputs"])
         self._file_of_tensor = state["files"]
         self._files.tally.done = state["size"]
         for name, value in state["result"].items():
@@ -213,10 +224,13 @@ class _LayerwiseRun:
         session = self._session
         outside = set(self._parts[-1])
         if session.needs_data:
-            stack.callback(session.detach)
-            session.attach(count_calls=False)
+            if self._stepwise is None:
+                stack.callback(session.detach)
+                session.attach(count_calls=False)
+                self._runner.attach(stack)
+            else:
+                stack.enter_context(self._stepwise.attached())
             session.count_batches(len(self._runner.batches))
-            self._runner.attach(stack)
             self._source.make_buffers(self._device)
             for name in self._parts[-1]:
                 self._load_at_first_call(name, stack)
@@ -255,6 +269,13 @@ class _LayerwiseRun:
         """
         session = self._session
         module_names = set(self._parts[block])
+        if self._stepwise is not None:
+            self._finish_steps(self._stepwise, block)
+            with on_all_ranks(session.collectives):
+                self._write_part(block)
+                self._save(block + 1)
+            self._release(module_names)
+            return
         is_planned = any(target.name in module_names for target in session.plan.targets)
         runs_quantized = session.needs_data and self._inputs_are_quantized and is_planned
         if session.needs_data:
@@ -277,6 +298,12 @@ class _LayerwiseRun:
         session = self._session
         last = len(self._runner.blocks)
         module_names = set(self._parts[last])
+        if self._stepwise is not None:
+            self._finish_steps(self._stepwise, last)
+            with on_all_ranks(session.collectives):
+                self._write_part(last)
+            self._release(module_names)
+            return
         if any(name in module_names for name, _ in session.data_observers):
             with on_all_ranks(session.collectives):
                 self._runner.run(last)
@@ -285,27 +312,48 @@ class _LayerwiseRun:
             with on_all_ranks(session.collectives):
                 self._write_part(last)
 
-    def _add(self, part_result: CalibrationResult | None) -> None:
-        """Add the result of a part, if it has planned modules, to the result of the run."""
+    def _finish_steps(self, stepwise: StepwiseCalibration, position: int) -> None:
+        """Calibrate the steps of a block, or of the modules after the last one; the modules keep their qparams."""
+        stepwise.calibrate_position(position)
+        stepwise.calibrate_rest(self._parts[position])
+        self.result.qparams = {}  # they are in the files
+        self._count_measurements()
+
+    def _release(self, module_names: Collection[str]) -> None:
+        """Remove the qparams and statistics of a part that was written."""
+        part = self._session.observation.of(module_names)
+        for module in part.model.modules():
+            clear_qparams(module)
+        for observer in (part.observers | part.data_observers).values():
+            observer.reset()
+
+    def _count_measurements(self) -> None:
         measurements = self._session.observation.calls.measurements
         self.result.measurements = self._earlier_measurements + measurements
-        if part_result is None:
-            return
-        for name in _ADDED:
-            total = getattr(self.result, name)
-            addend = getattr(part_result, name)
-            setattr(self.result, name, total | addend if isinstance(total, dict) else total + addend)
+
+    def _add(self, part_result: CalibrationResult | None) -> None:
+        """Add the result of a part, if it has planned modules, to the result of the run."""
+        self._count_measurements()
+        if part_result is not None:
+            self.result.add(part_result)
 
     def _save(self, step: int) -> None:
         """Save everything that a run needs to go on after ``step`` blocks."""
-        result = {name: getattr(self.result, name) for name in (*_ADDED, "measurements")}
+        result = {name: getattr(self.result, name) for name in (*ADDED, "measurements")}
         state = {
             "files": self._file_of_tensor,
             "size": self._files.tally.done,
             "result": result,
-            "outputs": self._runner.outputs,
+            "outputs": self._kept_outputs,
         }
         self._finished.save(step, state)
+
+    @property
+    def _kept_outputs(self) -> list[Any]:
+        """The outputs of the last block for each batch; step by step, those in full precision and quantized."""
+        if self._stepwise is None:
+            return self._runner.outputs
+        return [self._stepwise.exact_outputs, self._stepwise.quantized_outputs]
 
     def _write_part(self, index: int) -> None:
         """Write the file of a part on rank 0; every rank keeps the names of the tensors in it.

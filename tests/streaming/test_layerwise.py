@@ -29,6 +29,7 @@ from tests.support.moe_models import W4A16_32, tiny_moe
 from tests.support.versions import converted_weights
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
+ON_QUANTIZED_INPUTS = {"observers": {"weight": "imatrix_mse"}, "rounding": {"name": "gptq", "inputs": "quantized"}}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}
 
 
@@ -63,10 +64,21 @@ def require_same(found, expected):
         ("W4A16", {}),
         ("W4A16", {"observers": {"weight": "imatrix_mse"}}),
         ("W4A16", GPTQ),
+        ("W4A16", ON_QUANTIZED_INPUTS),
         ("FP8", {"kv_cache": "FP8_HEAD"}),
         ("FP8", {"ignore": [], "engines": "unchecked"}),
     ],
-    ids=["FP8", "histogram", "NVFP4", "data-free", "imatrix", "gptq", "kv cache", "head too"],
+    ids=[
+        "FP8",
+        "histogram",
+        "NVFP4",
+        "data-free",
+        "imatrix",
+        "gptq",
+        "gptq on quantized inputs",
+        "kv cache",
+        "head too",
+    ],
 )
 def test_the_files_are_those_of_an_export_from_memory(scheme, options, tmp_path):
     source, options = tiny_llama(tmp_path / "llama"), {"ignore": IGNORE, **options}

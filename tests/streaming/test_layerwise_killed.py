@@ -15,7 +15,7 @@ from lightning_obs import BlockRuns, CalibrationError, calibrate_layerwise
 from lightning_obs.files.tensors import TensorReader
 from lightning_obs.ranks.collectives import Collectives
 from tests.streaming.test_checkpoint_weights import sums, tiny_llama
-from tests.streaming.test_layerwise import STATIC, in_memory, make_batches, require_same
+from tests.streaming.test_layerwise import IGNORE, ON_QUANTIZED_INPUTS, STATIC, in_memory, make_batches, require_same
 from tests.support.rank_processes import run_ranks
 
 _CALLS = ("open", "os.rename", "os.link", "os.remove", "os.mkdir", "os.truncate", "os.chmod")
@@ -75,7 +75,12 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_files(inputs, tmp_pat
     killed_and_gone_on_with(tmp_path, [random.random() for _ in range(20)], inputs)
 
 
-def test_a_run_that_goes_on_loads_only_what_is_not_finished(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("FP8", STATIC), ("W4A16", {"ignore": IGNORE, **ON_QUANTIZED_INPUTS})],
+    ids=["FP8", "on quantized inputs"],
+)
+def test_a_run_that_goes_on_loads_only_what_is_not_finished(scheme, options, tmp_path, monkeypatch):
     source, read = tiny_llama(tmp_path / "llama"), Counter()
 
     def stop(name, done, total):
@@ -84,12 +89,13 @@ def test_a_run_that_goes_on_loads_only_what_is_not_finished(tmp_path, monkeypatc
 
     runs = BlockRuns(progress=stop)
     with pytest.raises(KeyboardInterrupt):
-        calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC, runs=runs)
+        calibrate_layerwise(source, make_batches(), scheme, tmp_path / "out", **options, runs=runs)
     original = TensorReader.read
     monkeypatch.setattr(TensorReader, "read", lambda self, name, *a: (read.update([name]), original(self, name, *a))[1])
-    calibrate_layerwise(source, make_batches(), "FP8", tmp_path / "out", **STATIC)
+    calibrate_layerwise(source, make_batches(), scheme, tmp_path / "out", **options)
     assert not [name for name in read if name.startswith("model.layers.0.")]
-    assert sums(tmp_path / "out") == sums(in_memory(source, tmp_path / "memory", make_batches(), "FP8", **STATIC)[0])
+    expected, _ = in_memory(source, tmp_path / "memory", make_batches(), scheme, **options)
+    assert sums(tmp_path / "out") == sums(expected)
 
 
 def stopped_in_the_second_block(source, out):

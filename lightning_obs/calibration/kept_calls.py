@@ -1,0 +1,106 @@
+"""The calls of a model, kept while its owner runs it, to be run again block by block.
+
+A session whose weights are rounded on quantized inputs cannot observe the owner's run: its inputs are those of the
+unquantized model. It keeps the arguments instead, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_obs.calibration.observation import Observation
+from lightning_obs.errors import warn
+from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
+from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What was in force when the model was called: the mask of its tokens, and autocast of its device."""
+
+    mask: torch.Tensor | None
+    device_type: str
+    is_autocast: bool
+    autocast_dtype: torch.dtype
+
+
+class KeptCalls:
+    """The arguments of the observed calls of a model, and which tokens of each count.
+
+    Args:
+        observation: of the model; calls are kept unless its record is paused.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self._batches = KeptBatches(KEPT_BYTES)
+        self._remove_hook: Callable[[], None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no calls, and keeps none."""
+        return {**vars(self), "_batches": KeptBatches(KEPT_BYTES), "_remove_hook": None}
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def attach(self, forget: bool = True) -> None:
+        """Keep each call from now on; called after the hook that sets the mask of a call is on the model.
+
+        Args:
+            forget: release earlier calls.
+        """
+        self.detach()
+        if forget:
+            self.release()
+        model = self._observation.model
+        handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        self._remove_hook = keep_hook_out(model, handle)
+
+    def detach(self) -> None:
+        """Keep no further calls. Can be called at any time, any number of times."""
+        if self._remove_hook is not None:
+            self._remove_hook()
+        self._remove_hook = None
+
+    def release(self) -> None:
+        """Release the calls."""
+        self._batches = KeptBatches(KEPT_BYTES)
+
+    def run(self, index: int) -> Any:
+        """Call the model with copies of the arguments of a kept call, as it was called; returns its output."""
+        args, kwargs = self._batches.copy(index)
+        call: _Call = self._batches.note(index)
+        with torch.autocast(call.device_type, call.autocast_dtype, enabled=call.is_autocast):
+            return self._observation.model(*args, **kwargs)
+
+    def mask(self, index: int) -> torch.Tensor | None:
+        """Which tokens of a call count, ``(batch, tokens)`` or ``(batch,)``; None: all."""
+        call: _Call = self._batches.note(index)
+        return call.mask
+
+    def warn_of_calls_left_out(self) -> None:
+        """Warn of calls that did not fit in memory, and are not observed."""
+        kept = len(self)
+        if kept < self._batches.offered:
+            warn(
+                f"rounding on quantized inputs runs the model's calls again, and {kept} of {self._batches.offered} fit "
+                f"in {KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
+            )
+
+    def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._observation.calls.is_paused or is_inside_quantized(model):
+            return
+        parameter = next(model.parameters(), None)
+        device_type = "cpu" if parameter is None else parameter.device.type
+        call = _Call(
+            self._observation.calls.mask,
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+        )
+        self._batches.add((args, kwargs), call)

@@ -1,0 +1,130 @@
+"""Calibrate a model in memory on quantized inputs, from calls of it that were kept while its owner ran it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from compressed_tensors.utils.helpers import patch_attrs
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_obs.calibration.blocks import BlockForward, find_blocks
+from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.stepwise import Batches, Blocks, StepwiseCalibration
+from lightning_obs.errors import CalibrationError
+from lightning_obs.forward.eager import run_eagerly, unfused
+from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.ranks.collectives import on_all_ranks
+from lightning_obs.schemes.planned_modules import shares_in_float
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def calibrate_on_quantized_inputs(observation: Observation, batches: Batches) -> CalibrationResult:
+    """Calibrate all planned modules step by step, and write their qparams. Every rank must call this.
+
+    Modes, buffers and random numbers of the model are as before.
+
+    Args:
+        observation: of the model, without statistics.
+        batches: kept calls of the model on this rank.
+
+    Returns:
+        The result; its ``seconds`` are for the caller to add.
+
+    Raises:
+        CalibrationError: as :func:`.finalize`. Some qparams have been written then; the caller restores the earlier.
+    """
+    model = observation.model
+    observation.skipped = set()
+    with left_as_it_was(model), _without_caches(model):
+        blocks = _blocks_that_run_alone(observation, batches)
+        stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model))
+        with stepwise.attached():
+            for position in range(stepwise.positions):
+                stepwise.calibrate_position(position)
+        stepwise.calibrate_rest()
+    result = stepwise.result
+    result.batches = observation.calls.batches
+    result.measurements = observation.calls.measurements
+    result.plan.in_float = shares_in_float(model, observation.plan.targets, result.skipped)
+    return result
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    """Where the model runs; None without parameters."""
+    parameter = next(model.parameters(), None)
+    return None if parameter is None else parameter.device
+
+
+@contextmanager
+def _without_caches(model: nn.Module) -> Iterator[None]:
+    """For a ``with`` block in which models of transformers keep no keys and values of earlier calls."""
+    configs: list[Any] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache") and not any(config is known for known in configs):
+            configs.append(config)
+    with patch_attrs(configs, "use_cache", [False] * len(configs)):
+        yield
+
+
+def _blocks_that_run_alone(observation: Observation, batches: Batches) -> Blocks:
+    """The blocks of the model if it can be run block by block on all ranks; else none: it runs as a whole."""
+    model = observation.model
+    collectives = observation.collectives
+    blocks = _known_blocks(model)
+    run_alone = True
+    with on_all_ranks(collectives):
+        if blocks.modules and len(batches):
+            run_alone = _run_alone(model, blocks, batches)
+    return blocks if all(collectives.gather_object(run_alone)) else Blocks()
+
+
+def _known_blocks(model: nn.Module) -> Blocks:
+    """The modules that transformers never splits, or else the longest list of modules of one class; perhaps none."""
+    try:
+        name, modules = find_blocks(model)
+        return Blocks(name, list(modules))
+    except CalibrationError:
+        pass
+    longest = Blocks()
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not name:
+            continue
+        classes = {type(child) for child in module}
+        have_weights = all(next(child.parameters(), None) is not None for child in module)
+        if len(classes) == 1 and have_weights and len(module) > max(1, len(longest.modules)):
+            longest = Blocks(name, list(module))
+    return longest
+
+
+def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
+    """Whether the first batch has the same output if it runs block by block, each from the output of the one before."""
+    forward = BlockForward(model, blocks.modules, _device_of(model))
+    call_model = partial(batches.run, 0)
+    output: Any = None
+    with ExitStack() as stack:
+        stack.enter_context(run_eagerly())
+        stack.enter_context(unfused(model))
+        expected = _first_tensor(call_model())
+        forward.attach(stack)
+        try:
+            for position in range(len(blocks.modules) + 1):
+                output = forward.run(position, output, call_model)
+        except CalibrationError:
+            return False
+    found = _first_tensor(output)
+    if expected is None or found is None or found.shape != expected.shape:
+        return False
+    return torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def _first_tensor(output: Any) -> torch.Tensor | None:
+    """The first tensor of an output: of a model of transformers its loss, its logits, or the last hidden state."""
+    tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
+    return tensors[0] if tensors else None

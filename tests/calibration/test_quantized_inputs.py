@@ -1,0 +1,206 @@
+"""Weights rounded on the inputs that the quantized modules before them give, module by module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, QuantizationAwareTraining, quantized
+from lightning_obs.calibration import quantized_inputs
+from lightning_obs.calibration.stepwise import Blocks
+from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
+from lightning_obs.ranks.collectives import Collectives
+from tests.calibration.common import Shared, hooks
+from tests.support.lightning_ranks import like_torchrun, trainer
+from tests.support.rank_processes import run_ranks
+
+INT4 = {"weights": {"num_bits": 4, "strategy": "group", "group_size": 16}}
+NEAREST = {"observers": {"weight": "memoryless_minmax"}}
+
+
+def rounding(correction=0.25, **more):
+    return {"name": "gptq", "inputs": "quantized", "correction": correction, **more}
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 32)).requires_grad_(False)
+
+
+def data(tokens: int = 256) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, 16, generator=generator) @ torch.randn(16, 64, generator=generator)
+
+
+def calibrated(model, batches, **options) -> CalibrationSession:
+    with CalibrationSession(model, INT4, **{**NEAREST, "rounding": rounding(), **options}) as session, torch.no_grad():
+        for batch in batches:
+            model(**batch) if isinstance(batch, dict) else model(batch)
+    return session
+
+
+@pytest.mark.parametrize("correction", [0, 0.25, 1.0])
+def test_a_weight_is_rounded_by_the_inputs_that_the_quantized_module_before_it_gives(correction):
+    model, inputs = net(), data()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    session = calibrated(model, inputs.chunk(4), rounding=rounding(correction))
+    exact = model[1](model[0](inputs))
+    with quantized(model[0]):
+        given = model[1](model[0](inputs))
+    target = model[2].weight
+    hessian = given.mT @ given
+    if correction:
+        errors = (exact - given).mT @ given
+        target = corrected_target(target, hessian, errors, damping=0.01, share=correction)
+    qparams = {"scale": model[2].weight_scale}
+    expected = round_by_hessian(target, qparams, session.observers["2", "weight"].args, hessian, damping=0.01)
+    assert (model[2].weight_rounded != expected).float().mean() < 0.01  # sums of batches, in another order
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert hooks(model) == 0
+    assert session.result.modules == ["0", "2"]
+    assert session.result.batches == 4
+    assert session.label.endswith("gptq on quantized inputs")
+
+
+def lost(model, inputs):
+    with torch.no_grad():
+        expected = model(inputs)
+        with quantized(model):
+            return float((model(inputs) - expected).norm() / expected.norm())
+
+
+def test_the_correction_loses_less_and_a_resumed_session_has_its_numbers():
+    model = nn.Sequential(*net(), nn.GELU(), nn.Linear(32, 32))
+    calibrated(model, [data()], rounding="gptq")
+    plain = lost(model, data())
+    session = calibrated(model, [data()])
+    corrected = lost(model, data())
+    assert corrected < 0.95 * plain
+    resumed = nn.Sequential(*net(), nn.GELU(), model[4])
+    CalibrationSession(resumed, INT4, **NEAREST, rounding=rounding()).load_state_dict(session.state_dict())
+    assert lost(resumed, data()) == corrected
+
+
+def sentences():
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, 4:] = 0
+    ids = torch.randint(1, 40, (4, 2, 7), generator=torch.Generator().manual_seed(2))
+    return [{"input_ids": each, "attention_mask": mask} for each in ids]
+
+
+def tiny_bert():
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=40, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    return BertModel(config, add_pooling_layer=False).eval()
+
+
+def test_blocks_that_run_alone_give_the_numbers_of_the_whole_model(monkeypatch):
+    runs, found = [], []
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr(quantized_inputs, "_known_blocks", lambda _: Blocks())
+        model = tiny_bert()
+        count = []
+        handle = model.encoder.layer[0].attention.register_forward_hook(lambda *_: count.append(1))  # noqa: B023
+        session = calibrated(model, sentences(), token_mask="attention_mask")
+        handle.remove()
+        runs.append(len(count))
+        found.append({name: model.get_submodule(name).weight_rounded for name in session.result.modules})
+    assert runs[0] < 0.6 * runs[1]  # the first block is not run again for the others
+    assert found[0].keys() == found[1].keys()
+    assert len(found[0]) == 18
+    for name, rounded in found[0].items():
+        assert (rounded != found[1][name]).float().mean() < 0.01, name
+
+
+def test_modules_that_read_one_tensor_are_one_step_and_share_what_is_measured():
+    model = nn.Sequential(Shared(), nn.Linear(16, 16))
+    session = calibrated(model, data(64)[:, :16].chunk(2))
+    assert session.result.measurements == 4  # of two tensors in two batches, each for a Hessian
+    assert session.result.modules == ["0.q_proj", "0.k_proj", "0.v_proj", "1"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"observers": {"weight": {"name": "imatrix_mse", "weigh_tokens": True}}}, "weigh_tokens as a whole"),
+        ({"kv_cache": "FP8", "ignore": ["lm_head"]}, r"attention states and outputs.*self_attn.*leave 'inputs' out"),
+    ],
+)
+def test_a_scheme_that_cannot_run_block_by_block_is_refused_before_data(options, message, tiny_llama):
+    session = CalibrationSession(tiny_llama(), INT4, **{**NEAREST, **options}, rounding=rounding())
+    with pytest.raises(CalibrationError, match=message):
+        session.attach()
+    with pytest.raises(CalibrationError, match=message):
+        session.begin_run(Collectives(), is_fitting=False)
+
+
+def test_wrong_options_are_refused_and_data_are_needed():
+    for wrong in ({"inputs": "quantised"}, {"correction": 0.25}, {"inputs": "quantized", "correction": 2}):
+        with pytest.raises(CalibrationError, match=r"rounding\. Got"):
+            CalibrationSession(net(), INT4, rounding=wrong)
+    with pytest.raises(CalibrationError, match="inputs in full precision"):
+        QuantizationAwareTraining(INT4, train="scales", rounding=rounding())
+    with pytest.raises(CalibrationError, match="saw no data"):
+        calibrated(net(), [])
+
+
+class Unused(nn.Sequential):
+    """Its last layer is not called."""
+
+    def forward(self, x):
+        return self[0](x)
+
+
+def test_a_module_that_no_data_reached_is_an_error_or_stays_in_full_precision():
+    model = Unused(net(), nn.Linear(32, 8))
+    with pytest.raises(CalibrationError, match=r"no data reached 1 of 1 observers: 1 \(inputs for its weight\)"):
+        calibrated(model, [data()])
+    assert not hasattr(model[0][0], "weight_scale")
+    with pytest.warns(CalibrationWarning, match="left in full precision"):
+        session = calibrated(model, [data()], on_missing="warn")
+    assert (session.result.modules, session.skipped) == (["0.0", "0.2"], {"1"})
+
+
+# ---------------------------------------------------------------------- the callback
+
+
+def on_share(rank, ranks):
+    from lightning_obs import CalibrationCallback
+    from tests.support.lightning_package import L
+
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = net()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch).square().mean(), sync_dist=True)
+
+        def val_dataloader(self):
+            return torch.utils.data.DataLoader(data(96), batch_size=16)
+
+    if ranks > 1:
+        like_torchrun(rank, ranks)
+    callback = CalibrationCallback(INT4, **NEAREST, rounding=rounding(), show=False)
+    module = Module()
+    trainer(callback, ranks=ranks).validate(module, verbose=False)
+    rounded = [module.net[0].weight_rounded, module.net[2].weight_rounded]
+    return callback.result.batches, callback.result.qparams, [value.clone() for value in rounded]
+
+
+def test_ranks_round_alike_and_as_one_device_does():
+    first, second = run_ranks(on_share, 2, 2)
+    batches, qparams, rounded = on_share(0, 1)
+    assert (batches, first[0], second[0]) == (6, 3, 3)
+    for other in (first, second):
+        assert all(torch.equal(value, qparams[name]) for name, value in other[1].items())
+    for mine, others, alone in zip(first[2], second[2], rounded, strict=True):
+        assert torch.equal(mine, others)
+        assert (mine != alone).float().mean() < 0.02
