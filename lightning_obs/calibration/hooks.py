@@ -49,10 +49,12 @@ class ObserverHooks:
         self.calls = ModelCalls(observation, token_mask)
         self._observation = observation
         self._attached: ExitStack | None = None
+        #: how much each token counts, since the hooks were last attached; None: all count alike
+        self.token_weights: TokenWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not attached."""
-        return {**vars(self), "_attached": None}
+        return {**vars(self), "_attached": None, "token_weights": None}
 
     @property
     def is_attached(self) -> bool:
@@ -77,6 +79,7 @@ class ObserverHooks:
         """
         observation = self._observation
         token_weights = TokenWeights(observation) if observation.weighed_modules else None
+        self.token_weights = token_weights
         with ExitStack() as stack:
             if observes_modules:
                 self.attach_modules(token_weights, stack)

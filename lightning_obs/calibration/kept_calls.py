@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.token_weights import TokenWeights, WeightsOfCall
 from lightning_obs.errors import warn
 from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
@@ -21,12 +22,13 @@ from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 
 @dataclass(frozen=True)
 class _Call:
-    """What was in force when the model was called: the mask of its tokens, and autocast of its device."""
+    """What was in force when the model was called: mask and weights of its tokens, autocast of its device."""
 
     mask: torch.Tensor | None
     device_type: str
     is_autocast: bool
     autocast_dtype: torch.dtype
+    token_weights: WeightsOfCall | None
 
 
 class KeptCalls:
@@ -40,20 +42,25 @@ class KeptCalls:
         self._observation = observation
         self._batches = KeptBatches(KEPT_BYTES)
         self._remove_hook: Callable[[], None] | None = None
+        #: how much each token counts, measured in the owner's run; None: all count alike
+        self.token_weights: TokenWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no calls, and keeps none."""
-        return {**vars(self), "_batches": KeptBatches(KEPT_BYTES), "_remove_hook": None}
+        changes = {"_batches": KeptBatches(KEPT_BYTES), "_remove_hook": None, "token_weights": None}
+        return {**vars(self), **changes}
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def attach(self, forget: bool = True) -> None:
-        """Keep each call from now on; called after the hook that sets the mask of a call is on the model.
+    def attach(self, token_weights: TokenWeights | None, forget: bool = True) -> None:
+        """Keep each call from now on; called after the hook is on the model that sets mask and weights of a call.
 
         Args:
+            token_weights: measured in each call before it is kept; None: all tokens count alike.
             forget: release earlier calls.
         """
+        self.token_weights = token_weights
         self.detach()
         if forget:
             self.release()
@@ -75,6 +82,8 @@ class KeptCalls:
         """Call the model with copies of the arguments of a kept call, as it was called; returns its output."""
         args, kwargs = self._batches.copy(index)
         call: _Call = self._batches.note(index)
+        if self.token_weights is not None and call.token_weights is not None:
+            self.token_weights.use(call.token_weights)
         with torch.autocast(call.device_type, call.autocast_dtype, enabled=call.is_autocast):
             return self._observation.model(*args, **kwargs)
 
@@ -102,5 +111,6 @@ class KeptCalls:
             device_type,
             torch.is_autocast_enabled(device_type),
             torch.get_autocast_dtype(device_type),
+            None if self.token_weights is None else self.token_weights.of_call,
         )
         self._batches.add((args, kwargs), call)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_obs.calibration.blocks import BlockForward, find_blocks
 from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.stepwise import Batches, Blocks, StepwiseCalibration
+from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was
@@ -24,7 +25,9 @@ from lightning_obs.schemes.planned_modules import shares_in_float
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def calibrate_on_quantized_inputs(observation: Observation, batches: Batches) -> CalibrationResult:
+def calibrate_on_quantized_inputs(
+    observation: Observation, batches: Batches, token_weights: TokenWeights | None = None
+) -> CalibrationResult:
     """Calibrate all planned modules step by step, and write their qparams. Every rank must call this.
 
     Modes, buffers and random numbers of the model are as before.
@@ -32,6 +35,7 @@ def calibrate_on_quantized_inputs(observation: Observation, batches: Batches) ->
     Args:
         observation: of the model, without statistics.
         batches: kept calls of the model on this rank.
+        token_weights: weighs the tokens of the batch that runs; None: all count alike.
 
     Returns:
         The result; its ``seconds`` are for the caller to add.
@@ -43,7 +47,7 @@ def calibrate_on_quantized_inputs(observation: Observation, batches: Batches) ->
     observation.skipped = set()
     with left_as_it_was(model), _without_caches(model):
         blocks = _blocks_that_run_alone(observation, batches)
-        stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model))
+        stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
         with stepwise.attached():
             for position in range(stepwise.positions):
                 stepwise.calibrate_position(position)

@@ -221,7 +221,7 @@ class CalibrationSession:
         observes_modules = self._kept_calls is None
         self._hooks.attach(count_calls, attach_readers if has_outputs else None, observes_modules)
         if self._kept_calls is not None:
-            self._kept_calls.attach(forget)
+            self._kept_calls.attach(self._hooks.token_weights, forget)
 
     def detach(self) -> None:
         """Remove every hook. Can be called at any time, any number of times."""
@@ -304,7 +304,7 @@ class CalibrationSession:
         """Calibrate on quantized inputs, and release the kept calls."""
         kept_calls.warn_of_calls_left_out()
         try:
-            return calibrate_on_quantized_inputs(self.observation, kept_calls)
+            return calibrate_on_quantized_inputs(self.observation, kept_calls, kept_calls.token_weights)
         finally:
             kept_calls.release()
 

@@ -26,8 +26,9 @@ from torch import nn
 from lightning_obs.calibration.blocks import BlockForward, RunEnded, copied
 from lightning_obs.calibration.finalize import finalize, result_of
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.input_errors import PairedInputs
 from lightning_obs.calibration.observation import INPUT_ERRORS, CalibrationResult, Observation
+from lightning_obs.calibration.paired_inputs import PairedInputs
+from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import refuse
 from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.calls import first_input
@@ -111,7 +112,6 @@ def require_steps_possible(observation: Observation) -> None:
             others.append(target.name)
     refuse(elsewhere, f"{subject}, with its weights whole and in memory", remedy=remedy)
     refuse(others, f"{subject}, and attention states and outputs are not observed there", remedy=remedy)
-    refuse(observation.weighed_modules, f"{subject}, and weigh_tokens as a whole", remedy="leave out weigh_tokens.")
     containers = [] if observation.experts is None else list(observation.experts.containers)
     refuse(containers, f"{subject}, and the tokens of experts are not known there", remedy=remedy)
 
@@ -127,6 +127,7 @@ class StepwiseCalibration:
         blocks: of the model.
         batches: of this rank.
         device: where the model runs; None: where its tensors are.
+        token_weights: weighs the tokens of the batch that runs; None: all count alike.
 
     Attributes:
         result: of the positions so far; its qparams are on the CPU.
@@ -137,7 +138,12 @@ class StepwiseCalibration:
     """
 
     def __init__(
-        self, observation: Observation, blocks: Blocks, batches: Batches, device: torch.device | None = None
+        self,
+        observation: Observation,
+        blocks: Blocks,
+        batches: Batches,
+        device: torch.device | None = None,
+        token_weights: TokenWeights | None = None,
     ) -> None:
         self.observation = observation
         self.result: CalibrationResult = result_of(observation)
@@ -147,6 +153,7 @@ class StepwiseCalibration:
         self.finish_block: Callable[[BlockData], None] | None = None
         self._blocks = blocks
         self._batches = batches
+        self._token_weights = token_weights
         self._forward = BlockForward(observation.model, blocks.modules, device)
         self._unfinished = {target.name: target for target in observation.plan.targets}
         #: by module: modules that run quantized when a position runs, with their quantized weights
@@ -256,7 +263,7 @@ class StepwiseCalibration:
                     _end_after(part.plan.targets, self._calls, stack)
                     self._run_exact(position, index)
             with ExitStack() as stack:
-                ObserverHooks(part).attach_modules(None, stack)
+                ObserverHooks(part).attach_modules(self._token_weights, stack)
                 if pairs is not None:
                     pairs.watch_quantized(stack)
                 _end_after(part.plan.targets, self._calls, stack)
@@ -273,7 +280,7 @@ class StepwiseCalibration:
             observer = part.data_observers.get((target.name, INPUT_ERRORS))
             if observer is not None:
                 observers.append((target, observer))
-        return PairedInputs(part.model, observers, part.calls) if observers else None
+        return PairedInputs(part.model, observers, part.calls, self._token_weights) if observers else None
 
     def _finalize(self, names: list[str]) -> None:
         """Compute and write the qparams of observed modules, and release what was gathered for their weights."""

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.weight import in_shards
 from lightning_obs.observers import Observer
 
+#: the weights ``(...)`` of the tokens of each call of a module, by fused set or name of the module
+WeightsOfCall: TypeAlias = dict[Hashable, dict[int, torch.Tensor]]
 #: how many predictions of a call are compared with the copy's
 _COMPARED = 16
 #: the largest difference of these predictions, relative to their size
@@ -71,8 +73,7 @@ class TokenWeights:
         self._signs = ProbeSigns()
         #: how many calls of each module were weighed, by its name
         self._weighed_calls = defaultdict[str, int](int)
-        #: the weights ``(...)`` of the tokens of each call of a module, by fused set or name of the module
-        self._weights: dict[Hashable, dict[int, torch.Tensor]] = {}
+        self._weights: WeightsOfCall = {}
         #: some of the copy's logits ``(n, classes)`` for the present call; None: there is nothing to compare
         self._predicted: torch.Tensor | None = None
         # One comparison is enough: what the copy lacks, it lacks in each call, and the host waits for an accelerator.
@@ -132,7 +133,7 @@ class TokenWeights:
 
     def _gradient_hook(self, name: str) -> Callable[..., torch.Tensor]:
         """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
-        weights = self._weights.setdefault(self._reader(name), {})
+        weights = self._weights.setdefault(self.reader_of(name), {})
         output_observer = self._observation.data_observers.get((name, GRADIENTS))
         calls = 0
 
@@ -149,7 +150,7 @@ class TokenWeights:
 
         return hook
 
-    def _reader(self, name: str) -> Hashable:
+    def reader_of(self, name: str) -> Hashable:
         """The fused set of a module, whose modules share weights; without one, its name."""
         return self._fused_sets.get(name, name)
 
@@ -187,14 +188,28 @@ class TokenWeights:
                 "not run in the copy), and nothing may be kept in global variables; or leave out weigh_tokens.",
             )
 
-    def weigh(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    @property
+    def of_call(self) -> WeightsOfCall:
+        """The weights of the tokens of the present call, for :meth:`use` when it runs again."""
+        return self._weights
+
+    def use(self, weights: WeightsOfCall) -> None:
+        """Weigh the tokens of the next run by the weights that an earlier call had."""
+        self._weights = weights
+        self._weighed_calls.clear()
+
+    def weigh(self, name: str, value: torch.Tensor, call: int | None = None) -> torch.Tensor:
         """Inputs ``(..., C)`` of a module, each token times the root of its weight, in float32.
 
-        Called once for each call of the module.
+        Args:
+            name: of the module.
+            value: its input.
+            call: the number of the module's call; None: the next one, which is then counted.
         """
-        call = self._weighed_calls[name]
-        self._weighed_calls[name] += 1
-        weights = self._weights.get(self._reader(name), {}).get(call)
+        if call is None:
+            call = self._weighed_calls[name]
+            self._weighed_calls[name] += 1
+        weights = self._weights.get(self.reader_of(name), {}).get(call)
         if weights is None or weights.shape != value.shape[:-1]:
             raise CalibrationError(
                 "weigh_tokens: no gradient for this call of the module",

@@ -126,15 +126,25 @@ def test_modules_that_read_one_tensor_are_one_step_and_share_what_is_measured():
     assert session.result.modules == ["0.q_proj", "0.k_proj", "0.v_proj", "1"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"observers": {"weight": {"name": "imatrix_mse", "weigh_tokens": True}}}, "weigh_tokens as a whole"),
-        ({"kv_cache": "FP8", "ignore": ["lm_head"]}, r"attention states and outputs.*self_attn.*leave 'inputs' out"),
-    ],
-)
-def test_a_scheme_that_cannot_run_block_by_block_is_refused_before_data(options, message, tiny_llama):
-    session = CalibrationSession(tiny_llama(), INT4, **{**NEAREST, **options}, rounding=rounding())
+def test_tokens_are_weighed_as_in_the_run_of_the_owner(tiny_llama, batches):
+    rounded = []
+    for weigh, option in ((True, "gptq"), (True, rounding()), (False, rounding())):
+        model = tiny_llama()
+        weight = {"name": "imatrix_mse", "weigh_tokens": weigh}
+        calibrated(model, batches, observers={"weight": weight}, rounding=option, ignore=["lm_head"])
+        layers = model.model.layers
+        rounded.append([layers[0].self_attn.k_proj.weight_rounded, layers[1].mlp.down_proj.weight_rounded])
+    plain, weighed, alike = rounded
+    assert torch.equal(weighed[0], plain[0])  # nothing before it is quantized
+    assert (alike[0] != plain[0]).float().mean() > 0.05
+    assert (weighed[1] != plain[1]).float().mean() > 0.05
+    assert (weighed[1] != alike[1]).float().mean() > 0.05
+
+
+def test_attention_states_are_refused_before_data(tiny_llama):
+    options = {**NEAREST, "kv_cache": "FP8", "ignore": ["lm_head"]}
+    session = CalibrationSession(tiny_llama(), INT4, **options, rounding=rounding())
+    message = r"attention states and outputs.*self_attn.*leave 'inputs' out"
     with pytest.raises(CalibrationError, match=message):
         session.attach()
     with pytest.raises(CalibrationError, match=message):
