@@ -26,8 +26,15 @@ CLIENTS_ALONE := pytorch-tabular litgpt lightly timm segmentation-models-pytorch
 # Processes of one thread each, which take tests from each other when they have none left; some tests wait for others.
 WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
-# What runs a second time with Lightning's other name: make test runs the fast ones, make nightly all.
+# What runs a second time with Lightning's other name, in make nightly.
 BOTH_NAMES := tests/callbacks tests/docs/test_tutorial.py tests/docs/test_examples.py tests/docs/test_readme_python.py \
+	--lightning=pytorch_lightning
+# Of it, what runs so in make test, where it is fast: each place that reads a class or a function of Lightning by name.
+NAMES_READ := tests/docs/test_readme_python.py $(addprefix tests/callbacks/, \
+	test_base.py test_first_call.py test_lightning_package.py test_strategies.py test_trainer_session.py \
+	$(addprefix calibration/test_, calibration.py export_at_end.py logging.py runs_after_a_fit.py which_batches.py) \
+	qat/test_qat_lightning.py qat/test_qat_losses.py qat/test_qat_resume.py ranks/test_own_strategies.py ranks/test_ranks.py \
+	second_pass/test_quantized_validation.py second_pass/test_second_pass_sees_the_trainer.py) \
 	--lightning=pytorch_lightning
 FAST := not slow and not nightly
 # make fast TESTS=tests/onnx: these alone.
@@ -54,7 +61,7 @@ test: $(VENV)/.installed-test
 # Two workers, as for the fast tests.
 second-name: WORKERS = 2
 second-name: $(VENV)/.installed-test
-	$(PYTEST) $(BOTH_NAMES) -m "$(FAST)" $(call result,other-name)
+	$(PYTEST) $(NAMES_READ) -m "$(FAST)"
 
 # A worker takes 40 s of CPU to import and compile for itself, and few of these tests wait.
 fast: WORKERS = 2
@@ -63,7 +70,7 @@ fast: $(VENV)/.installed-test
 
 nightly: $(VENV)/.installed-test
 	$(PYTEST) -m nightly
-	$(PYTEST) $(BOTH_NAMES) -m "not nightly"
+	$(PYTEST) $(BOTH_NAMES) -m "not nightly" $(call result,other-name)
 	$(MAKE) --no-print-directory lean
 	$(MAKE) --no-print-directory oldest
 	$(MAKE) --no-print-directory pythons

@@ -1,4 +1,4 @@
-"""The tests on the pretend device, each file in a process of its own (tests/accelerator/conftest.py says why)."""
+"""The tests on the pretend device, in a process of their own (tests/accelerator/conftest.py says why)."""
 
 import os
 import subprocess
@@ -9,13 +9,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted(path.name for path in (ROOT / "tests" / "accelerator").glob("test_*.py"))
+FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "accelerator").glob("test_*.py"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-def test_on_the_pretend_device(file):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/accelerator/{file}"]
+def test_on_the_pretend_device():
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -1,6 +1,9 @@
 """A LightningModule and data of the user's own on the command line."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.main import run
+from tests.support.markdown import ROOT
 
 
 class Two(LightningModule):
@@ -176,33 +180,56 @@ class Data(pl.LightningDataModule):
 """
 
 
-def run_pytorch_lightning(command_line, tmp_path, name, *overrides):
-    """In a new process, because the other package, once imported, takes the messages of the first."""
-    (tmp_path / "other.py").write_text(PYTORCH_LIGHTNING)
-    model = ("~model", f"+model._target_=other.{name}", "~data", "+data._target_=other.Data", "module=net")
-    options = ("trainer=cpu", "scheme=int8_static", "ignore=[]")
-    return command_line(*model, *options, *overrides, tiny=False, new_process=True)
+#: command lines, and what they do: fine-tune a class, calibrate what a function returns, and leave out its Trainer
+RUNS = {
+    "Module": ["task=finetune", "task.callback.distill=0"],
+    "module": ["trainer._target_=pytorch_lightning.Trainer", "evaluate=false"],
+    "module without a trainer": [],
+}
+IN_A_NEW_PROCESS = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from tests.support.in_process import run_command_line
+
+runs = json.loads(sys.argv[1])
+print(json.dumps({name: asdict(run_command_line(*words, folder=Path.cwd() / name)) for name, words in runs.items()}))
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("Module", ["task=finetune", "task.callback.distill=0"]),
-        ("module", ["trainer._target_=pytorch_lightning.Trainer", "evaluate=false"]),
-    ],
-)
-def test_a_module_of_pytorch_lightning_is_run_by_the_trainer_of_its_package(command_line, tmp_path, name, words):
-    done = run_pytorch_lightning(command_line, tmp_path, name, *words)
+@pytest.fixture(scope="module")
+def of_pytorch_lightning(tmp_path_factory):
+    """What each run printed, in a new process: the other package, once imported, takes the messages of the first."""
+    folder = tmp_path_factory.mktemp("pytorch_lightning")
+    commands = {}
+    for name, words in RUNS.items():
+        (folder / name).mkdir()
+        (folder / name / "other.py").write_text(PYTORCH_LIGHTNING)
+        target = f"+model._target_=other.{name.partition(' ')[0]}"
+        model = ("~model", target, "~data", "+data._target_=other.Data", "module=net")
+        commands[name] = [*model, "trainer=cpu", "scheme=int8_static", "ignore=[]", *words]
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_NEW_PROCESS, json.dumps(commands)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in done.stdout
-    assert done.stdout.count("calibrating Sequential (`net`)") == 1  # the Trainer's messages are kept quiet
-    assert "GPU available" not in done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 @pytest.mark.slow
-def test_a_module_that_only_a_function_knows_of_names_the_trainer_to_set(command_line, tmp_path):
-    done = run_pytorch_lightning(command_line, tmp_path, "module")
-    assert done.returncode == 1
-    assert "Module is a LightningModule of pytorch_lightning, and the Trainer is of lightning.pytorch" in done.stderr
-    assert "Remedy: add trainer._target_=pytorch_lightning.Trainer." in done.stderr
+@pytest.mark.parametrize("name", ["Module", "module"])
+def test_a_module_of_pytorch_lightning_is_run_by_the_trainer_of_its_package(of_pytorch_lightning, name):
+    done = of_pytorch_lightning[name]
+    assert done["returncode"] == 0, done["stderr"]
+    assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in done["stdout"]
+    assert done["stdout"].count("calibrating Sequential (`net`)") == 1  # the Trainer's messages are kept quiet
+    assert "GPU available" not in done["stdout"] + done["stderr"]
+
+
+@pytest.mark.slow
+def test_a_module_that_only_a_function_knows_of_names_the_trainer_to_set(of_pytorch_lightning):
+    done = of_pytorch_lightning["module without a trainer"]
+    assert done["returncode"] == 1
+    assert "Module is a LightningModule of pytorch_lightning, and the Trainer is of lightning.pytorch" in done["stderr"]
+    assert "Remedy: add trainer._target_=pytorch_lightning.Trainer." in done["stderr"]

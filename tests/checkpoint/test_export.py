@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import signal
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.files.tensors import TensorWriter
+from tests.support.rank_processes import warm_context
 from tests.support.versions import dequantizes_activations_too
 
 #: what loads as it is, in any dtype and in bfloat16 only
@@ -199,27 +202,27 @@ def test_a_full_disk_leaves_no_half_checkpoint(mlp, tmp_path, monkeypatch, exist
         load_checkpoint(type(mlp)(), tmp_path / "out")
 
 
+def export_and_be_killed(folder):
+    """Runs in a process of its own, which ends in the middle of writing."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    with CalibrationSession(model, "W8A8"):
+        pass
+    write = TensorWriter.write
+
+    def write_and_die(*rows):
+        write(*rows)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    TensorWriter.write = write_and_die
+    export_checkpoint(model, folder)
+
+
 @pytest.mark.slow
 def test_a_killed_export_leaves_nothing_under_the_final_name(tmp_path):
-    import subprocess
-    import sys
-
-    program = f"""
-import os, signal, torch
-from torch import nn
-from lightning_obs import CalibrationSession, export_checkpoint
-from lightning_obs.files.tensors import TensorWriter
-model = nn.Sequential(nn.Linear(4, 4))
-with CalibrationSession(model, "W8A8"):
-    pass
-write = TensorWriter.write
-def kill(*rows):
-    write(*rows)
-    os.kill(os.getpid(), signal.SIGKILL)
-TensorWriter.write = kill
-export_checkpoint(model, {str(tmp_path / "out")!r})
-"""
-    assert subprocess.run([sys.executable, "-c", program], timeout=120, check=False).returncode == -9
+    process = warm_context().Process(target=export_and_be_killed, args=(tmp_path / "out",))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
 
 

@@ -16,7 +16,9 @@ from tests.support.tutorial import Tutorial
 #: where make test installs OpenVINO, apart from the other packages
 OPENVINO = Path(sys.prefix) / "openvino"
 PAGE = page("docs/guide/images.md")
-TUTORIAL = Tutorial(PAGE, {"max_epochs=6": "max_epochs=2", "max_epochs=3": "max_epochs=1"})
+LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=1"}
+LESS |= {"self.images[:1200], self.labels[:1200]": "self.images[:256], self.labels[:256]"}
+TUTORIAL = Tutorial(PAGE, LESS)
 
 
 @pytest.mark.slow

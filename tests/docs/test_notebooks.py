@@ -6,13 +6,13 @@ import re
 import pytest
 
 from tests.support.markdown import ROOT
-from tests.support.notebooks import NOTEBOOKS, run
+from tests.support.notebooks import NOTEBOOKS, run_in_one_kernel
 from tests.support.tiny_model import save_tiny_llama
 
 #: what makes each small
 LESS = {
     "fine_tuning": {"max_epochs=8": "max_epochs=1"},
-    "images": {"max_epochs=4": "max_epochs=1"},
+    "images": {"max_epochs=4": "max_epochs=1", "images[:1200], labels[:1200]": "images[:256], labels[:256]"},
     "language_model": {"default_model_folder()": "'tiny'", "256": "32"},
     "own_project": {"max_epochs=8": "max_epochs=1"},
 }
@@ -51,12 +51,19 @@ def test_a_notebook_is_short_and_was_run_from_top_to_bottom(path):
     assert sum(len("".join(cell["source"]).split()) for cell in notebook["cells"]) < 500
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """All notebooks after their run."""
+    pytest.importorskip("nbclient", reason="Jupyter's packages are not installed: make test")
+    folder = tmp_path_factory.mktemp("notebooks")
+    for path in NOTEBOOKS:
+        (folder / path.stem).mkdir()
+    save_tiny_llama(folder / "language_model" / "tiny")
+    return run_in_one_kernel(NOTEBOOKS, folder, LESS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_prints_what_it_shows(path, tmp_path):
-    pytest.importorskip("nbclient", reason="Jupyter's packages are not installed: make test")
-    if path.stem == "language_model":
-        save_tiny_llama(tmp_path / "tiny")
-    made = run(path, tmp_path, LESS[path.stem])
+def test_a_notebook_runs_and_prints_what_it_shows(path, made):
     shown = json.loads(path.read_text())
-    assert [_shape(cell) for cell in _code(made)] == [_shape(cell) for cell in _code(shown)]
+    assert [_shape(cell) for cell in _code(made[path.stem])] == [_shape(cell) for cell in _code(shown)]

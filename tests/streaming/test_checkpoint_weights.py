@@ -20,9 +20,10 @@ from lightning_obs import (
     quantize_checkpoint,
 )
 from lightning_obs.ranks.collectives import Collectives
+from lightning_obs.streaming import worker_processes
 from tests.calibration import failing_observer  # noqa: F401  (registers it)
 from tests.support.moe_models import W4A16_32, tiny_moe
-from tests.support.rank_processes import run_ranks
+from tests.support.rank_processes import run_ranks, warm_context
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.versions import converted_weights
 
@@ -348,8 +349,14 @@ def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two"]
 
 
+@pytest.fixture
+def warm_workers(monkeypatch):
+    """Workers start as forks of a process that has imported torch; the tests above start them as the package does."""
+    monkeypatch.setattr(worker_processes, "get_context", lambda method: warm_context())
+
+
 @pytest.mark.slow
-def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path):
+def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path, warm_workers):
     folder = tiny_llama(tmp_path / "model")
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
@@ -360,7 +367,7 @@ def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_killed_is_named_and_nothing_is_written(tmp_path):
+def test_a_worker_that_is_killed_is_named_and_nothing_is_written(tmp_path, warm_workers):
     folder = tiny_llama(tmp_path / "model")
     observers = {"weight": "fails_elsewhere"}
     with pytest.raises(CalibrationError, match=r"a worker ended before its work was done.*try fewer"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ NOT_OURS = re.compile(
 CONTROL = re.compile("\N{ESCAPE}\\[[?\\d;]*[A-Za-z]")
 
 
-def run(path: Path, folder: Path, less: Mapping[str, str]) -> Any:
+def run(path: Path, folder: Path) -> Any:
     """Run a notebook in a kernel of its own; its file stays as it is.
 
     Args:
         path: the file.
         folder: the kernel works in it.
-        less: what makes the notebook small: texts in its code, and what stands in their place.
 
     Returns:
         The notebook. Each cell that printed has one output, without the lines of other packages.
@@ -39,21 +38,54 @@ def run(path: Path, folder: Path, less: Mapping[str, str]) -> Any:
         nbclient.exceptions.CellExecutionError: a cell failed.
     """
     import nbformat
-    from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    for cell in cells:
-        for text, in_its_place in less.items():
-            cell.source = cell.source.replace(text, in_its_place)
+    _execute(notebook, folder)
+    return notebook
+
+
+def run_in_one_kernel(paths: Sequence[Path], folder: Path, less: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
+    """Run notebooks one after the other, each without the names of the others, so that packages are imported once.
+
+    Args:
+        paths: the files.
+        folder: has a folder for each, in which it runs.
+        less: what makes each small, by its name: texts in its code, and what stands in their place.
+
+    Returns:
+        The notebooks, by name, as of :func:`run`.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell failed.
+    """
+    import nbformat
+
+    notebooks = {path.stem: nbformat.read(path, as_version=4) for path in paths}
+    together = nbformat.v4.new_notebook()
+    for name, notebook in notebooks.items():
+        for cell in notebook.cells:
+            for text, in_its_place in less[name].items():
+                cell.source = cell.source.replace(text, in_its_place)
+        together.cells.append(nbformat.v4.new_code_cell(f"%reset -f\n%cd -q {folder / name}"))
+        together.cells.extend(notebook.cells)
+    _execute(together, folder)
+    return notebooks
+
+
+def _execute(notebook: Any, folder: Path) -> None:
+    """Run the cells of a notebook in a new kernel, and put into each what it printed."""
+    import nbformat
+    from nbclient import NotebookClient
+
     surroundings = {**os.environ, "PYTHONWARNINGS": "ignore"}
     surroundings["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     NotebookClient(notebook, resources={"metadata": {"path": str(folder)}}).execute(env=surroundings)
-    for cell in cells:
-        lines = _lines(cell.outputs)
-        cell.metadata = nbformat.NotebookNode()  # when it ran
-        cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text="\n".join(lines) + "\n")] if lines else []
-    return notebook
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            lines = _lines(cell.outputs)
+            cell.metadata = nbformat.NotebookNode()  # when it ran
+            text = "\n".join(lines) + "\n"
+            cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=text)] if lines else []
 
 
 def _lines(outputs: list[Any]) -> list[str]:
@@ -70,7 +102,7 @@ def main() -> None:
     names = sys.argv[1:]
     for path in NOTEBOOKS:
         if not names or path.stem in names:
-            nbformat.write(run(path, path.parent, {}), path)
+            nbformat.write(run(path, path.parent), path)
             print(path.relative_to(ROOT))
 
 

@@ -95,11 +95,20 @@ def stop_ranks() -> None:
         process.join()
 
 
+def warm_context() -> Any:
+    """multiprocessing's context whose processes are forks of one that has imported what most tests need.
+
+    For a process that a test starts for itself, to be killed for example.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED)
+    return context
+
+
 def _start(ranks: int) -> None:
     if not all(process.is_alive() for process, _ in _ranks):
         stop_ranks()
-    context = get_context("forkserver")
-    context.set_forkserver_preload(_IMPORTED)
+    context = warm_context()
     while len(_ranks) < ranks:
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
