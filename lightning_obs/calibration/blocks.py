@@ -80,11 +80,10 @@ class BlockForward:
         self._model = model
         self._device = device
         # Of the forward that runs now:
-        self._running_block = 0
+        self._running_block: int | None = None  # None: no run, and blocks are called as ever
         self._calls = 0  # how many blocks it has called
         self._output: Any = None  # before the block has run, the output of the block before; then its own
         self._on_skipped: Callable[[int], None] | None = None
-        self._on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None
 
     def attach(self, stack: ExitStack) -> None:
         """Replace the blocks' forwards until ``stack`` closes; called once, before the first :meth:`run`."""
@@ -99,7 +98,6 @@ class BlockForward:
         call_model: Callable[[], Any],
         *,
         on_skipped: Callable[[int], None] | None = None,
-        on_call: Callable[[tuple[Any, ...], dict[str, Any]], None] | None = None,
     ) -> Any:
         """Run a block on one batch, and the modules between it and the block before.
 
@@ -108,7 +106,6 @@ class BlockForward:
             earlier_output: of the block before, for this batch.
             call_model: calls the model on this batch. A hook that it meets may raise :class:`RunEnded`.
             on_skipped: called with the number of each earlier block when the model calls it.
-            on_call: called with the arguments of the block that runs, before it runs.
 
         Returns:
             The output of the block, or of the model after the last block; None if a hook ended the run before.
@@ -120,7 +117,6 @@ class BlockForward:
         self._calls = 0
         self._output = earlier_output
         self._on_skipped = on_skipped
-        self._on_call = on_call
         output: Any = None
         is_ended = True
         try:
@@ -134,11 +130,12 @@ class BlockForward:
                 raise
             got = f"block {block} fails alone: {type(error).__name__}: {error}"
             raise self._refusal(got) from error
+        finally:
+            self._running_block = None
         if not is_ended and (block < len(self.blocks) or self._calls < len(self.blocks)):
             raise self._refusal(f"{self._calls} of {len(self.blocks)} blocks were called")
         if self._calls > block:
             output = self._output
-        self._output = None
         return output
 
     def _on_block_call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -155,13 +152,13 @@ class BlockForward:
         Raises:
             RunEnded: the running block has run; its output is kept.
         """
+        if self._running_block is None:
+            return forward(*args, **kwargs)
         if index != self._calls:
             raise self._refusal(f"block {index} was called after {self._calls} others")
         self._calls += 1
         if index == self._running_block:
             self._output = None  # where a hook ends the run inside the block, it has none
-            if self._on_call is not None:
-                self._on_call(args, kwargs)
             self._output = forward(*args, **kwargs)
             raise RunEnded
         if self._on_skipped is not None:

@@ -80,7 +80,7 @@ class BlockData:
 
     Attributes:
         name: of the block in the model; empty: the whole model, whose blocks are not known.
-        module: the block; it runs in full precision.
+        module: the block, to be called as ever; it runs in full precision.
         targets: the planned modules in it.
         calls: positional and keyword arguments of its calls on quantized inputs, for each batch, on the CPU.
         outputs: its outputs in full precision, on inputs in full precision, for each batch, on the CPU.
@@ -306,19 +306,17 @@ class StepwiseCalibration:
 
     # ------------------------------------------------------------------ runs
 
-    def _run_exact(self, position: int, index: int, **hooks: Any) -> Any:
+    def _run_exact(self, position: int, index: int) -> Any:
         """Run a batch through a position in full precision; returns the output of its block."""
-        return self._forward.run(position, self.exact_outputs[index], partial(self._batches.run, index), **hooks)
+        return self._forward.run(position, self.exact_outputs[index], partial(self._batches.run, index))
 
-    def _run_quantized(self, position: int, index: int, **hooks: Any) -> Any:
+    def _run_quantized(self, position: int, index: int) -> Any:
         """Run a batch through a position with finished modules quantized; returns the output of its block."""
         with ExitStack() as stack:
             for module, cache in self._finished.items():
                 stack.callback(quantize_forward(module))
                 quantization_of(module).weight_cache = cache
-            return self._forward.run(
-                position, self.quantized_outputs[index], partial(self._batches.run, index), **hooks
-            )
+            return self._forward.run(position, self.quantized_outputs[index], partial(self._batches.run, index))
 
     def _go_on(self, position: int) -> None:
         """Keep the outputs of a finished block, in full precision where they are needed, and quantized."""
@@ -343,26 +341,25 @@ class StepwiseCalibration:
     def _block_data(self, position: int) -> BlockData:
         """The block of a position, with its calls on quantized inputs."""
         observation = self.observation
+        name = ""
+        module = observation.model
+        targets = list(observation.plan.targets)
+        if self._blocks.modules:
+            name = f"{self._blocks.name}.{position}"
+            module = self._blocks.modules[position]
+            targets = [target for target in targets if self._blocks.holds(position, target.name)]
         calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             calls.append((copied(args, _CPU), copied(kwargs, _CPU)))
             raise RunEnded
 
         masks = []
-        name = f"{self._blocks.name}.{position}"
-        module = observation.model
-        targets = list(observation.plan.targets)
-        with on_all_ranks(observation.collectives):
+        with on_all_ranks(observation.collectives), ExitStack() as stack:
+            _attach(module, take, stack)
             for index in range(len(self._batches)):
                 masks.append(self._batches.mask(index))
-                if self._blocks.modules:
-                    self._run_quantized(position, index, on_call=take)
-        if self._blocks.modules:
-            module = self._blocks.modules[position]
-            targets = [target for target in targets if self._blocks.holds(position, target.name)]
-        else:
-            name = ""
+                self._run_quantized(position, index)
         return BlockData(name, module, targets, calls, self.exact_outputs, masks)
 
     def _leave(self, position: int) -> None:
