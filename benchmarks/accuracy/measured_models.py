@@ -127,7 +127,9 @@ class Language:
         texts = BlockTexts(self.tokenizer, batches, eval_batches, path)
         self._calibration = texts.calibration
         self.held_out = texts.held_out
-        self._expected = {name: list(self._logits(self.model, blocks)) for name, blocks in self.held_out.items()}
+        self._expected = {}
+        for name, blocks in self.held_out.items():
+            self._expected[name] = [logits.cpu() for logits in self._logits(self.model, blocks)]
         self.plain = seconds_of_second(self.calibrate, self.model, device)
         self.title = ", ".join(self._perplexity_of(name) for name in self.held_out)
 
@@ -145,8 +147,10 @@ class Language:
         losses = {}
         for name, blocks in self.held_out.items():
             grown, divergences = [], []
-            logits = self._logits(model, blocks)
-            for block, expected, quantized in zip(blocks, self._expected[name], logits, strict=True):
+            for block, expected_on_cpu, quantized in zip(
+                blocks, self._expected[name], self._logits(model, blocks), strict=True
+            ):
+                expected = expected_on_cpu.to(quantized.device)
                 grown.append(next_token_loss(quantized, block) - next_token_loss(expected, block))
                 divergence, _ = compare(quantized, expected)
                 divergences.append(divergence.item() / len(block))
@@ -155,9 +159,9 @@ class Language:
 
     @torch.no_grad()
     def _logits(self, model: nn.Module, blocks: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The logits ``(tokens, classes)`` of each block, on the CPU."""
+        """The logits ``(tokens, classes)`` of each block."""
         for block in blocks:
-            yield model(input_ids=block.unsqueeze(0).to(self.device), use_cache=False).logits[0].float().cpu()
+            yield model(input_ids=block.unsqueeze(0).to(self.device), use_cache=False).logits[0].float()
 
     def _perplexity_of(self, name: str) -> str:
         blocks = self.held_out[name]
@@ -170,7 +174,7 @@ class Language:
 
 def next_token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """The mean cross-entropy of each next token [nats], from logits ``(tokens, classes)``."""
-    return F.cross_entropy(logits[:-1], tokens[1:]).item()
+    return F.cross_entropy(logits[:-1], tokens[1:].to(logits.device)).item()
 
 
 def on_device(batches: list[Batch], device: str) -> Iterator[Batch]:
