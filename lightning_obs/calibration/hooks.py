@@ -81,6 +81,8 @@ class ObserverHooks:
         token_weights = TokenWeights(observation) if observation.weighed_modules else None
         self.token_weights = token_weights
         with ExitStack() as stack:
+            stack.enter_context(run_eagerly())
+            stack.enter_context(unfused(observation.model))
             if observes_modules:
                 self.attach_modules(token_weights, stack)
             if attach_further is not None:
@@ -98,11 +100,12 @@ class ObserverHooks:
             attached.close()
 
     def attach_modules(self, token_weights: TokenWeights | None, stack: ExitStack) -> None:
-        """Register the hooks of all planned modules, attention modules and experts; ``stack`` removes them."""
+        """Register the hooks of all planned modules, attention modules and experts; ``stack`` removes them.
+
+        The model runs eagerly and unfused meanwhile, which the caller sees to.
+        """
         observation = self._observation
         targets = observation.plan.targets
-        stack.enter_context(run_eagerly())
-        stack.enter_context(unfused(observation.model))
         states = {target.module: target.states for target in targets if target.states}
         if states:
             stack.enter_context(hooked_attention(observation.model, states))

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, QuantizationAwareTraining, quantized
+from lightning_obs import (
+    CalibrationCallback,
+    CalibrationError,
+    CalibrationSession,
+    CalibrationWarning,
+    QuantizationAwareTraining,
+    quantized,
+)
 from lightning_obs.calibration import quantized_inputs
 from lightning_obs.calibration.stepwise import Blocks, StepwiseCalibration
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
@@ -252,3 +259,26 @@ def test_ranks_round_alike_and_as_one_device_does():
     for mine, others, alone in zip(first[2], second[2], rounded, strict=True):
         assert torch.equal(mine, others)
         assert (mine != alone).float().mean() < 0.02
+
+
+def test_the_second_pass_of_a_callback_measures_the_rounded_model(tiny_llama, batches):
+    from tests.callbacks.calibration_modules import OFF, Language
+    from tests.support.lightning_package import L
+
+    model = tiny_llama()
+    callback = CalibrationCallback(
+        INT4, **NEAREST, rounding=rounding(), ignore=["lm_head"], evaluate=True, show=False, max_batches=2
+    )
+    L.Trainer(callbacks=[callback], **OFF).validate(
+        Language(model), torch.utils.data.DataLoader(batches, None), verbose=False
+    )
+    expected = []
+    with torch.no_grad():
+        for batch in batches:
+            exact = model(**batch).logits.log_softmax(-1)
+            with quantized(model):
+                given = model(**batch).logits.log_softmax(-1)
+            expected.append((exact.exp() * (exact - given)).sum(-1).mean())
+    assert callback.result.batches == 2
+    assert callback.moved.divergence == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
+    assert hooks(model) == 0
