@@ -45,6 +45,7 @@ def calibrate_on_quantized_inputs(
     """
     model = observation.model
     observation.skipped = set()
+    observation.calls.is_paused = False  # the owner may have paused it for its last batches
     with left_as_it_was(model), _without_caches(model):
         blocks = _blocks_that_run_alone(observation, batches)
         stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
