@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from dataclasses import fields, is_dataclass, replace
-from typing import Any, get_args, get_type_hints
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.errors import name_list, warn
-from lightning_obs.model.kinds import is_dispatched, is_transformers_model, kind_of
+from lightning_obs.model.kinds import is_dispatched, kind_of
 from lightning_obs.model.weight import in_shards, matrix_shape, whole_shape
 from lightning_obs.moe.experts import expert_containers
 from lightning_obs.observers.hessian import MOST_OUTPUTS
@@ -100,34 +99,13 @@ def _why_no_inputs(plan: Plan) -> str | None:
 
 
 def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
-    """Why the model cannot be run backward from its logits; None: it can."""
+    """Why the model cannot be run backward from its output; None: nothing is known before it runs."""
     elsewhere = [target.name for target in plan.targets if in_shards(target.module) or is_dispatched(target.module)]
     if elsewhere:
         return f"{name_list(elsewhere)} {'is' if len(elsewhere) == 1 else 'are'} not whole on one device"
     if expert_containers(model):
         return f"{type(model).__name__} has experts, whose tokens are not known outside of them"
-    if not gives_logits(model):
-        return f"{type(model).__name__} is not known to give logits"
     return None
-
-
-def gives_logits(model: nn.Module) -> bool:
-    """Whether a model of transformers says that its output has logits of classes; False where nothing says so."""
-    if not is_transformers_model(model):
-        return False
-    config: Any = model.config
-    if getattr(config, "problem_type", None) == "regression" or getattr(config, "num_labels", 2) == 1:
-        return False
-    try:
-        output = get_type_hints(type(model).forward).get("return")
-    except (NameError, TypeError):  # annotations of code of a user's that name what is not imported
-        return False
-    return any(_has_logits(kind) for kind in get_args(output) or (output,))
-
-
-def _has_logits(kind: Any) -> bool:
-    """Whether a class of outputs has the field ``logits``."""
-    return is_dataclass(kind) and any(field.name == "logits" for field in fields(kind))
 
 
 def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:

@@ -1,9 +1,10 @@
-"""The random signs of the probe of a call's logits, which do not depend on how the data was cut into batches.
+"""The random signs of the probe of a call's output, which do not depend on how the data was cut into batches.
 
 Predictions whose gradients add up in one token need signs of their own: the positions of a sequence, counted among the
 tokens that count, so that padding on either side moves none. Sequences may have the same signs. Where a sample has one
 prediction, its signs are found by its own values: with the same signs for all samples, classes that have one sign would
-count too little in every sample, and with signs by number they would depend on the order.
+count too little in every sample, and with signs by number they would depend on the order. Tensors of one output have
+signs of their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_obs.calibration.token_mask import PADDING
 
-#: rows of signs for samples with one prediction: a power of two
+#: most rows of signs for samples with one prediction: a power of two
 _SAMPLE_ROWS = 1 << 12
+#: most signs in these rows: 16 MiB
+_MOST_SIGNS = 1 << 24
 #: by bytes of an element, the integer with as many
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -26,49 +29,65 @@ class ProbeSigns:
     """Rows of random signs. A row has the same signs on every device, however many rows were asked for before it."""
 
     def __init__(self) -> None:
-        #: by number of classes: the generator of further rows, and the rows so far
-        self._rows: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        #: by number of the tensor and width of a row: the generator of further rows, and the rows so far
+        self._rows: dict[tuple[int, int], tuple[torch.Generator, torch.Tensor]] = {}
 
     def of_call(
-        self, logits: torch.Tensor, mask: torch.Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        number: int = 0,
     ) -> torch.Tensor:
-        """Signs for the logits of a call of the model.
+        """Signs for a tensor of the output of a call of the model.
 
         Args:
-            logits: ``(batch, ..., classes)``.
+            values: ``(batch, C)`` or ``(batch, ..., C)``: logits of C classes, or C numbers of any kind.
             mask: ``(batch, tokens)``, on the CPU, nonzero for tokens that count; None: all count.
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
+            number: of the tensor: those of another number are independent.
 
         Returns:
-            ``(batch, ..., classes)`` in int8, on the device of the logits; without the batch axis where all samples
-            have the same signs.
+            ``(batch, ..., C)`` in int8, on the device of ``values``; without the batch axis where all samples have the
+            same signs.
         """
-        classes = logits.shape[-1]
-        device = logits.device
-        if logits.ndim == 2:
-            numbers = _numbers_of_samples(len(logits), mask, args, kwargs)
-            rows = self._first_rows(_SAMPLE_ROWS, classes, device)
+        width = values.shape[-1]
+        device = values.device
+        if values.ndim == 2:
+            count = _rows_for_samples(width)
+            numbers = _numbers_of_samples(len(values), count, mask, args, kwargs)
+            rows = self._first_rows(count, number, width, device)
             return rows[numbers.to(device)]
-        positions = logits[0, ..., 0].numel()
-        rows = self._first_rows(positions, classes, device)[:positions]
-        is_of_predictions = mask is not None and mask.shape == logits.shape[:-1]
-        if mask is None or not is_of_predictions or bool(mask.bool().all()):
-            return rows.view(logits.shape[1:])
+        positions = values[0, ..., 0].numel()
+        rows = self._first_rows(positions, number, width, device)[:positions]
+        is_of_positions = mask is not None and mask.shape == values.shape[:-1]
+        if mask is None or not is_of_positions or bool(mask.bool().all()):
+            return rows.view(values.shape[1:])
         return rows[_numbers_of_tokens(mask).to(device)]
 
-    def _first_rows(self, count: int, classes: int, device: torch.device) -> torch.Tensor:
-        """At least the first ``count`` rows, ``(n, classes)``; drawn on the CPU, so that every device has the same."""
-        if classes not in self._rows:
-            self._rows[classes] = torch.Generator().manual_seed(0), torch.empty(0, classes, dtype=torch.int8)
-        generator, rows = self._rows[classes]
+    def _first_rows(self, count: int, number: int, width: int, device: torch.device) -> torch.Tensor:
+        """At least the first ``count`` rows, ``(n, width)``; drawn on the CPU, so that every device has the same."""
+        key = number, width
+        if key not in self._rows:
+            self._rows[key] = torch.Generator().manual_seed(number), torch.empty(0, width, dtype=torch.int8)
+        generator, rows = self._rows[key]
         rows = rows.to(device)
         if len(rows) < count:
-            bits = torch.empty((count - len(rows), classes), dtype=torch.int8).random_(0, 2, generator=generator)
+            bits = torch.empty((count - len(rows), width), dtype=torch.int8).random_(0, 2, generator=generator)
             signs = bits.mul_(2).sub_(1)
             rows = torch.cat([rows, signs.to(device)])
-        self._rows[classes] = generator, rows
+        self._rows[key] = generator, rows
         return rows
+
+
+def _rows_for_samples(width: int) -> int:
+    """How many rows of signs samples with one prediction share: a power of two, fewer where a row is long."""
+    rows = _SAMPLE_ROWS
+    while rows > 1 and rows * width > _MOST_SIGNS:
+        rows //= 2
+    return rows
 
 
 def _numbers_of_tokens(mask: torch.Tensor) -> torch.Tensor:
@@ -77,12 +96,15 @@ def _numbers_of_tokens(mask: torch.Tensor) -> torch.Tensor:
 
 
 def _numbers_of_samples(
-    samples: int, mask: torch.Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    samples: int, rows: int, mask: torch.Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A number below :data:`_SAMPLE_ROWS` for each sample, by the values of its input; padding has no part in it."""
+    """A number below ``rows`` for each sample, by the values of its input; padding has no part in it.
+
+    Where no input has a row for each sample, by its place in the output.
+    """
     value = _input_of(samples, args, kwargs)
     if value is None:
-        return torch.zeros(samples, dtype=torch.long)
+        return torch.arange(samples) % rows
     if value.is_complex():
         value = torch.view_as_real(value)
     integers = value.contiguous().view(_INTEGERS[value.itemsize]).long().reshape(samples, -1)
@@ -95,7 +117,7 @@ def _numbers_of_samples(
         factors = _factors(integers.shape[1], generator)
     products = integers * factors.to(integers.device)
     digests = products.reshape(samples, -1).sum(1)  # modulo 2 ** 64: the same in any order
-    return (digests >> 40) & (_SAMPLE_ROWS - 1)
+    return (digests >> 40) & (rows - 1)
 
 
 def _factors(count: int, generator: torch.Generator) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """How much each token counts where a weight is chosen by its module's inputs: as the predictions depend on it there.
 
 A module's output that changes by ``d`` at a token moves the predictions by ``1/2 E[(g^T d)^2]`` (Kullback-Leibler, to
-second order), g the gradient at the output from a random probe of the logits. An error d is unknown before the weight
+second order), g the gradient at the output from a random probe of the logits; of a model without logits it is half the
+squared change of the output (:mod:`lightning_obs.calibration.output_probe`). An error d is unknown before the weight
 is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times.
 
 Before each call of the model that is observed, a copy of the model runs on copies of the arguments, with gradients
@@ -28,13 +29,12 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.observation import GRADIENTS, Observation, fused_sets_by_module
-from lightning_obs.calibration.probe_signs import ProbeSigns
-from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.forward.calls import first_input, logits_of
-from lightning_obs.forward.class_axis import LastLayer
+from lightning_obs.calibration.output_probe import OutputProbe, rows_that_count
+from lightning_obs.errors import CalibrationError, name_list, refuse, warn
+from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.extra_runs import random_numbers_restored
 from lightning_obs.forward.model_copy import ModelCopy
-from lightning_obs.forward.probe import fisher_probe, tapped
+from lightning_obs.forward.probe import tapped
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.weight import in_shards
@@ -42,7 +42,7 @@ from lightning_obs.observers import Observer
 
 #: the weights ``(...)`` of the tokens of each call of a module, by fused set or name of the module
 WeightsOfCall: TypeAlias = dict[Hashable, dict[int, torch.Tensor]]
-#: how many predictions of a call are compared with the copy's
+#: about how many predictions of a call are compared with the copy's
 _COMPARED = 16
 #: the largest difference of these predictions, relative to their size
 _TOLERANCE = 0.1
@@ -52,6 +52,10 @@ class TokenWeights:
     """The weights of the tokens of the present call of the model, in the modules that weigh them.
 
     Modules of a fused set read one tensor, and share the sum of their weights.
+
+    Where a recipe asks for the weights, a module that no gradient reaches counts all its tokens alike, and a warning
+    says so at the end: the steps of a LightningModule may call its parts, and no call of the model is seen then. Where
+    the user has named ``weigh_tokens``, that is an error.
 
     Args:
         observation: its ``weighed_modules`` weigh tokens. The observers of :data:`.GRADIENTS` observe gradients.
@@ -70,15 +74,20 @@ class TokenWeights:
         self.modules = {name: model.get_submodule(name) for name in observation.weighed_modules}
         self._refuse_models_that_cannot_run_backward()
         self._fused_sets = fused_sets_by_module(observation.plan)
-        self._signs = ProbeSigns()
+        self._probe = OutputProbe(model)
         #: how many calls of each module were weighed, by its name
         self._weighed_calls = defaultdict[str, int](int)
         self._weights: WeightsOfCall = {}
-        #: some of the copy's logits ``(n, classes)`` for the present call; None: there is nothing to compare
-        self._predicted: torch.Tensor | None = None
+        #: some rows of the copy's output ``(n, C)`` for the present call; None: there is nothing to compare
+        self._predicted: list[torch.Tensor] | None = None
         # One comparison is enough: what the copy lacks, it lacks in each call, and the host waits for an accelerator.
         self._is_compared = False
-        self._last_layer = LastLayer()
+        options = observation.options
+        self._is_of_recipe = options.recipe is not None and not options.names_weight_observer
+        #: fused sets, or names of modules, by whether their tokens are weighed; it is settled at the first token
+        self._is_weighed: dict[Hashable, bool] = {}
+        #: why the copy could not run; None: it could
+        self._obstacle: str | None = None
 
     def _refuse_models_that_cannot_run_backward(self) -> None:
         sharded = [name for name, module in self.modules.items() if in_shards(module) or is_dispatched(module)]
@@ -93,43 +102,48 @@ class TokenWeights:
         model = self._observation.model
         handle = model.register_forward_hook(self._compare, prepend=True)
         remove_hook = keep_hook_out(model, handle)
+        stack.callback(self._warn_of_tokens_that_count_alike)
         stack.callback(remove_hook)
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run a copy of the model forward and backward on copies of the arguments of a call that is about to run.
 
         Raises:
-            CalibrationError: the model cannot be copied; its output has no logits, or their classes are not known.
+            CalibrationError: the model cannot be copied; no gradient leads from its output to a module; it has logits
+                whose classes are not known. Where a recipe asks for weights, tokens count alike instead.
         """
         self._weights = {}
         self._weighed_calls.clear()
+        self._predicted = None
+        if self._obstacle is not None:
+            return
+        try:
+            self._run_copy(model, args, kwargs)
+        except CalibrationError as error:
+            if not self._is_of_recipe or any(self._is_weighed.values()):
+                raise
+            self._obstacle = str(error)
+            self._weights = {}
+
+    def _run_copy(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Fill the weights of a call, and keep some of the copy's predictions where they are to be compared."""
+        mask = self._calls.mask
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(random_numbers_restored(model))
             stack.enter_context(self._calls.paused())  # a forward may reach the model itself, by a closure
             copied = ModelCopy(model, args, kwargs)
             for module in copied.model.modules():
                 module.training = False
-            self._last_layer = LastLayer()
-            self._last_layer.watch(copied.model, stack)
+            self._probe.watch(copied.model, stack)
             for name, module in self.modules.items():
                 copied.copy_of(module).register_forward_hook(self._gradient_hook(name), with_kwargs=True)
             # Not a call of the model: its own hooks have run before the call was copied.
             output = copied.model.forward(*copied.args, **copied.kwargs)
-            logits = self._last_layer.classes_last(logits_of(output))
-            logits.backward(self._probe(logits, args, kwargs))
-        self._predicted = None
+            tensors = self._probe.tensors_of(output)
+            self._probe.run_backward(tensors, mask, args, kwargs)
         is_training = any(module.training for module in model.modules())
         if not self._is_compared and not is_training:
-            self._predicted = self._some_predictions(logits.detach())
-
-    def _probe(self, logits: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The gradient of the logits from which the backward pass begins; zero for predictions after padding."""
-        mask = self._calls.mask
-        signs = self._signs.of_call(logits, mask, args, kwargs)
-        probe = fisher_probe(logits.detach(), signs)
-        if mask is None or mask.shape != logits.shape[:-1]:
-            return probe
-        return probe * mask.to(probe.device).bool()[..., None]
+            self._predicted = [rows_that_count(tensor, mask, _COMPARED) for tensor in tensors]
 
     def _gradient_hook(self, name: str) -> Callable[..., torch.Tensor]:
         """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
@@ -154,17 +168,6 @@ class TokenWeights:
         """The fused set of a module, whose modules share weights; without one, its name."""
         return self._fused_sets.get(name, name)
 
-    def _some_predictions(self, logits: torch.Tensor) -> torch.Tensor:
-        """A few predictions ``(n, classes)`` of logits, none of padding."""
-        mask = self._calls.mask
-        rows = logits.flatten(0, -2)
-        if mask is not None and mask.shape == logits.shape[:-1]:
-            numbers = mask.flatten().nonzero().flatten()
-        else:
-            numbers = torch.arange(len(rows))
-        step = max(1, len(numbers) // _COMPARED)
-        return rows[numbers[::step].to(rows.device)].float()
-
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
         """Refuse weights of a copy that predicts something else than the model: they are not the model's."""
         predicted = self._predicted
@@ -172,21 +175,10 @@ class TokenWeights:
         if predicted is None:
             return
         self._is_compared = True
-        logits = self._some_predictions(self._last_layer.classes_last(logits_of(output)).detach())
-        difference = torch.tensor(torch.inf, device=logits.device)
-        if logits.shape == predicted.shape:
-            difference = (logits - predicted).norm()
-        size = (logits - logits.mean(-1, keepdim=True)).norm()
-        differs = difference > _TOLERANCE * size
-        if bool(torch.isfinite(size) & differs):
-            raise CalibrationError(
-                "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
-                where=[type(model).__name__],
-                got=f"logits that differ by {float(difference):.3g}, of size {float(size):.3g}",
-                expected="a forward that its modules, their attributes and its arguments determine",
-                remedy="a hook that changes outputs has to be a method of one of the model's modules (other hooks are "
-                "not run in the copy), and nothing may be kept in global variables; or leave out weigh_tokens.",
-            )
+        tensors = self._probe.tensors_of(output)
+        for tensor, of_copy in zip(tensors, predicted, strict=False):
+            rows = rows_that_count(tensor, self._calls.mask, _COMPARED)
+            _require_alike(type(model).__name__, rows, of_copy, are_logits=tensor.are_logits)
 
     @property
     def of_call(self) -> WeightsOfCall:
@@ -209,16 +201,60 @@ class TokenWeights:
         if call is None:
             call = self._weighed_calls[name]
             self._weighed_calls[name] += 1
-        weights = self._weights.get(self.reader_of(name), {}).get(call)
-        if weights is None or weights.shape != value.shape[:-1]:
+        reader = self.reader_of(name)
+        weights = self._weights.get(reader, {}).get(call)
+        has_weights = weights is not None and weights.shape == value.shape[:-1]
+        is_weighed = self._is_weighed.setdefault(reader, has_weights or not self._is_of_recipe)
+        if not is_weighed:
+            return value.float()
+        if weights is None or not has_weights:
             raise CalibrationError(
                 "weigh_tokens: no gradient for this call of the module",
                 where=[name],
                 got="none" if weights is None else f"gradients {tuple(weights.shape)}, inputs {tuple(value.shape)}",
-                expected="a call of the whole model, whose logits depend on the module's output at each token",
+                expected="a call of the whole model, whose output depends on the module's output at each token",
                 remedy="call the calibrated model itself, or leave out weigh_tokens.",
             )
         return value.float() * weights.sqrt()[..., None]
+
+    def _warn_of_tokens_that_count_alike(self) -> None:
+        """Say, when the observation ends, which modules of a recipe's count all their tokens alike, and why."""
+        names = [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
+        if not names:
+            return
+        model = self._observation.model
+        reason = self._obstacle
+        if reason is None:
+            reason = (
+                f"no gradient reached {'it' if len(names) == 1 else 'them'} from an output of {type(model).__name__}. "
+                "Where the steps call its parts, name the part that they call: module=..."
+            )
+        warn(f"weigh_tokens, of the recipe: all tokens count alike in {name_list(names)}: {reason}")
+
+
+def _require_alike(model: str, rows: torch.Tensor, of_copy: torch.Tensor, *, are_logits: bool) -> None:
+    """Refuse a copy whose predictions differ from the model's.
+
+    Args:
+        model: name of its class.
+        rows: ``(n, C)`` of the model's output.
+        of_copy: the same rows of the copy's.
+        are_logits: whether a constant that is added to a row changes nothing.
+    """
+    difference = torch.tensor(torch.inf, device=rows.device)
+    if rows.shape == of_copy.shape:
+        difference = (rows - of_copy).norm()
+    size = (rows - rows.mean(-1, keepdim=True)).norm() if are_logits else rows.norm()
+    differs = difference > _TOLERANCE * size
+    if bool(torch.isfinite(size) & differs):
+        raise CalibrationError(
+            "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
+            where=[model],
+            got=f"predictions that differ by {float(difference):.3g}, of size {float(size):.3g}",
+            expected="a forward that its modules, their attributes and its arguments determine",
+            remedy="a hook that changes outputs has to be a method of one of the model's modules (other hooks are "
+            "not run in the copy), and nothing may be kept in global variables; or leave out weigh_tokens.",
+        )
 
 
 def _take_gradient(

@@ -39,8 +39,8 @@ class IMatrixMSEObserver(ByInputsObserver):
             symmetric integer formats.
         strict (bool): a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
         weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
-            the predictions depend on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
-            forward and backward once more; its output needs logits. A rounding by the Hessian weighs tokens, too,
+            the output depends on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
+            forward and backward once more. A rounding by the Hessian weighs tokens, too,
             and gathers the products of the gradients (4 bytes per pair of outputs).
 
     Raises:

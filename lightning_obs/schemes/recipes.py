@@ -135,7 +135,7 @@ class Recipe:
         return replace(self, **changes)
 
     def without_token_weights(self) -> Recipe:
-        """The recipe for models that cannot be run backward from logits: all tokens count alike."""
+        """The recipe for models that cannot be run backward: all tokens count alike."""
         return self.with_weights(lambda choice: choice.without("weigh_tokens"))
 
     def without_rounding(self) -> Recipe:

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import (
     CalibrationCallback,
@@ -15,7 +15,6 @@ from lightning_obs import (
     linearize_experts,
 )
 from lightning_obs.calibration import fitted_recipe
-from lightning_obs.calibration.fitted_recipe import gives_logits
 from lightning_obs.errors import CalibrationWarning
 from tests.support.moe_models import tiny_moe
 
@@ -38,11 +37,6 @@ def tiny_llama():
     return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
 
 
-def bert_config(**options):
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return BertConfig(vocab_size=32, **sizes, **options)
-
-
 def test_a_language_model_runs_the_whole_recipe():
     model = tiny_llama()
     tokens = torch.arange(24).view(2, 12)
@@ -50,15 +44,6 @@ def test_a_language_model_runs_the_whole_recipe():
         model(input_ids=tokens)
     assert weight_choices(session) == {("imatrix_mse", True, True)}
     assert hasattr(session.plan.targets[0].module, "weight_rounded")
-
-
-def test_all_tokens_count_alike_in_a_model_that_is_not_known_to_give_logits():
-    model = nn.Sequential(nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 4))
-    with pytest.warns(CalibrationWarning, match="all tokens count alike: Sequential is not known to give logits"):
-        session = CalibrationSession(model, INT4, recipe="accurate")
-    with session:
-        model(torch.randn(6, 32))
-    assert weight_choices(session) == {("imatrix_mse", False, True)}
 
 
 def test_all_tokens_count_alike_in_a_model_with_experts():
@@ -98,14 +83,6 @@ def test_a_scheme_that_a_recipe_has_nothing_for_runs_without_a_word(recipe):
         warnings.simplefilter("error")
         session = CalibrationSession(nn.Linear(16, 16), {"preset": "FP8", "targets": ["re:.*"]}, recipe=recipe)
     assert session.label == "FP8"
-
-
-def test_logits_are_known_by_what_a_models_forward_says_that_it_returns():
-    assert gives_logits(BertForSequenceClassification(bert_config(num_labels=3)))
-    assert not gives_logits(BertForSequenceClassification(bert_config(num_labels=1)))
-    assert not gives_logits(BertForSequenceClassification(bert_config(problem_type="regression", num_labels=2)))
-    assert not gives_logits(BertModel(bert_config()))
-    assert not gives_logits(nn.Linear(2, 2))
 
 
 def test_trained_weights_take_the_scales_of_a_recipe_without_its_rounding():

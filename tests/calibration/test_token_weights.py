@@ -315,13 +315,6 @@ def test_two_ranks_end_with_the_scales_of_one():
 # ---------------------------------------------------------------------- errors
 
 
-def test_a_model_without_logits_is_refused():
-    model = nn.Sequential(nn.Linear(32, 16), nn.Flatten(0))
-    session = CalibrationSession(model, INT4, observers=WEIGHED)
-    with pytest.raises(CalibrationError, match="measured on logits"), session:
-        model(inputs())
-
-
 def test_a_call_of_a_part_of_the_model_is_refused():
     model = Reader()
     session = CalibrationSession(model, INT4, observers=WEIGHED)
