@@ -51,7 +51,7 @@ LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", ROOT / ".venv-llama-cpp" / "llama.c
 #: tokens of a chunk
 TOKENS = 512
 _IMATRIX = {"name": "imatrix_mse", "norm": 2.0}
-_ROUNDING = {"name": "gptq", "damping": 0.1}
+_ROUNDING = {"name": "gptq"}
 
 
 class Row(NamedTuple):

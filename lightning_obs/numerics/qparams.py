@@ -426,7 +426,7 @@ def rounding_of(args: QuantizationArgs) -> RoundingOptions | None:
         CalibrationError: another name than ``gptq``, an unknown option, or a value of the wrong kind.
 
     >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"})).damping
-    0.01
+    0.1
     """
     option = args.observer_kwargs.get(ROUNDING)
     return None if option is None else RoundingOptions.of(option)

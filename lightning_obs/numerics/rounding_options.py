@@ -31,7 +31,7 @@ class RoundingOptions:
 
     name: Literal["gptq"] = "gptq"
     act_order: bool = True
-    damping: float = 0.01
+    damping: float = 0.1
     inputs: Literal["full_precision", "quantized"] = "full_precision"
     correction: float | None = None
 
@@ -76,6 +76,6 @@ def _refusal(option: Any) -> CalibrationError:
     return CalibrationError(
         "rounding",
         got=repr(option),
-        expected="None, 'gptq', or a dict: {'name': 'gptq', 'act_order': True, 'damping': 0.01, "
+        expected="None, 'gptq', or a dict: {'name': 'gptq', 'act_order': True, 'damping': 0.1, "
         "'inputs': 'full_precision' or 'quantized', 'correction': with quantized inputs, 0 to 1}",
     )

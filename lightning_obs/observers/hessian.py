@@ -187,7 +187,7 @@ class HessianObserver(LocalHessianObserver):
     """
 
     statistics = LocalHessianObserver.statistics
-    hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.01}
+    hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.1}
     _inputs_by = ()
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:

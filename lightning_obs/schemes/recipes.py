@@ -154,8 +154,7 @@ class Recipe:
 RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
 
 _WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights")
-#: less damping loses more on text of another kind than was calibrated on
-_ROUNDING = {"name": "gptq", "damping": 0.1}
+_ROUNDING = {"name": "gptq"}
 
 RECIPES = {
     "fast": Recipe(

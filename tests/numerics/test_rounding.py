@@ -36,7 +36,7 @@ def qparams_of(weight: torch.Tensor, args: QuantizationArgs) -> dict[str, torch.
     return found | {"zero_point": None if args.symmetric else found["zero_point"]}
 
 
-def by_the_book(weight, step, zero, args, hessian, order, damping=0.01):
+def by_the_book(weight, step, zero, args, hessian, order, damping=0.1):
     """Optimal brain quantization of one column after the other: the inverse is updated, nothing is factored."""
     grid, left = NumberGrid.of(args), weight.double()[:, order]
     step, zero = step.double()[:, order], zero.double()[:, order]

@@ -11,7 +11,7 @@ from lightning_obs.schemes.config import resolve_config
 from lightning_obs.schemes.recipes import RECIPES, Recipe
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
-ROUNDING = {"name": "gptq", "damping": 0.1}
+ROUNDING = {"name": "gptq"}
 
 
 def group_of(scheme, **options):
