@@ -32,6 +32,7 @@ from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
+from lightning_obs.observers.lattice import GridShares, LatticeObserver
 from lightning_obs.observers.statistic import input_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
@@ -271,6 +272,7 @@ class _Finalization:
             result.qparams = on_host(self._qparams_for_result())
             result.input_ranges = _observed_ranges(observation.data_observers)
             result.chosen_input_ranges = _chosen_ranges(observation.observers)
+            result.grids = _grids(observation.observers)
             result.skipped = sorted(self.skipped)
             result.expert_tokens = _add_counts([expert_tokens for expert_tokens, _ in synced.notes])
             result.fallback = sorted({name for name, _ in self.stand_ins})
@@ -465,6 +467,15 @@ def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, 
             low, high = observer.get_min_max()
             ranges[name] = (float(low.min()), float(high.max()))
     return ranges
+
+
+def _grids(observers: Mapping[Key, Observer]) -> dict[str, GridShares]:
+    """How much of each weight lies on a grid, where its observer looked for one."""
+    grids = {}
+    for (name, _), observer in observers.items():
+        if isinstance(observer, LatticeObserver) and observer.has_statistics:
+            grids[name] = observer.grid_shares
+    return grids
 
 
 def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:

@@ -36,6 +36,7 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
 from lightning_obs.observers.counting import CountingObserver
 from lightning_obs.observers.hessian import MOST_OUTPUTS
+from lightning_obs.observers.lattice import GridShares, grid_text
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
@@ -312,7 +313,7 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 
 
 #: the fields of a result that grow part by part
-ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens")
+ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens", "grids")
 #: facts that are a number of things, and the name of one
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
@@ -355,6 +356,8 @@ class CalibrationResult:
             mask leaves padding out, except in experts that are not of this package.
         fallback: modules of experts that no data reached, whose activations have their siblings' ranges
             (``on_missing="siblings"``).
+        grids: how much of each weight lies on a grid, by the name of its module, where the observer ``lattice`` looked
+            for one: the shares of its scales that give a grid, and that store their values bit for bit.
         plan: what was known of the quantized model before the data.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.
@@ -372,6 +375,7 @@ class CalibrationResult:
     skipped: list[str] = field(default_factory=list)
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
+    grids: dict[str, GridShares] = field(default_factory=dict)
     plan: PlanSummary = field(default_factory=PlanSummary)
     ranks: int = 1
     collectives: int = 0
@@ -397,6 +401,8 @@ class CalibrationResult:
         facts["calibration"] = f"{self.seconds:.1f} s"
         if self.plan.in_float is not None:
             facts["left in float"] = shares_text(self.plan.in_float)
+        if self.grids:
+            facts["grids"] = grid_text(self.grids)
         return facts
 
     def line(self, between: str) -> str:
@@ -411,6 +417,8 @@ class CalibrationResult:
         texts.append(facts["calibration"])
         if "left in float" in facts:
             texts.append(f"left in float: {facts['left in float']}")
+        if "grids" in facts:
+            texts.append(facts["grids"])
         return between.join(texts)
 
     def __repr__(self) -> str:

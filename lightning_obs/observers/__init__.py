@@ -11,6 +11,7 @@ four families use. Importing this package registers the built-in observers.
 from lightning_obs.observers.counting import HistogramObserver, PercentileObserver
 from lightning_obs.observers.hessian import HessianObserver, LocalHessianObserver
 from lightning_obs.observers.imatrix import IMatrixMSEObserver, NVFP4ExpandedIMatrixObserver
+from lightning_obs.observers.lattice import LatticeObserver
 from lightning_obs.observers.min_max import (
     MemorylessMinMaxObserver,
     MinMaxObserver,
@@ -27,6 +28,7 @@ __all__ = [
     "HistogramObserver",
     "IMatrixMSEObserver",
     "Key",
+    "LatticeObserver",
     "LocalHessianObserver",
     "MemorylessMSEObserver",
     "MemorylessMinMaxObserver",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -44,7 +45,7 @@ class MemorylessMSEObserver(Observer):
         (Frantar et al., 2022, arXiv:2210.17323).
     """
 
-    statistics = (Statistic("min_vals"), Statistic("max_vals"))
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals"), Statistic("max_vals"))
     hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.20,
         "patience": 5,
@@ -64,15 +65,16 @@ class MemorylessMSEObserver(Observer):
         if self.base_name != "weight" or not divides_in_blocks(value, self.args):
             return super().forward(value, g_idx)
         with observing(self):
-            ranges = self._search(value)
+            ranges = self.search(value)
             self.combine(ranges)
         return self
 
     @override
-    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        return self._search(observed)
+    def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
+        return self.search(observed)
 
-    def _search(self, observed: torch.Tensor) -> MinMaxTuple:
+    def search(self, observed: torch.Tensor) -> MinMaxTuple:
+        """The range of least error of each scale, ``(*Q,)``, from values ``(N, *Q, G)`` or a weight in blocks."""
         numbers = NumberGrid.of(self.args, self.signed)
         low, high = search_range(observed, options_of(self).search_on(numbers))
         return low, high

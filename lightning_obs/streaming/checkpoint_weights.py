@@ -93,7 +93,10 @@ def quantize_checkpoint(
                 expected = f"{files.tally.total:,}"
                 raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
             unnamed.close()  # the folder takes its name
+        grids = ranks.gather_object(files.grids)
     result = result_of(files.observation)
+    for grids_of_rank in grids:
+        result.grids |= grids_of_rank
     result.seconds = time.perf_counter() - started
     return result
 

@@ -28,6 +28,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.model.module_qparams import write_qparams
 from lightning_obs.moe.experts import linear_experts
+from lightning_obs.observers.lattice import GridShares
 from lightning_obs.streaming.other_files import copy_other_files
 from lightning_obs.streaming.parts import calibrated
 from lightning_obs.streaming.source import CheckpointSource
@@ -81,6 +82,8 @@ class QuantizedFiles:
             self.layout[tensor.stored_as] = source.reader.meta(name)
         total = sum(meta.nbytes for meta in self.layout.values())
         self.tally = Tally(total, progress)
+        #: of the weights that were quantized here, how much lies on a grid, where their observer looked for one
+        self.grids: dict[str, GridShares] = {}
 
     @classmethod
     @contextmanager
@@ -186,7 +189,9 @@ class QuantizedFiles:
 
     def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
         """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them."""
-        with self.source.loaded(module_names), calibrated(self.observation, module_names):
+        with self.source.loaded(module_names), calibrated(self.observation, module_names) as result:
+            if result is not None:
+                self.grids |= result.grids
             for name in module_names:
                 self.write_module(writer, name)
 

@@ -21,6 +21,7 @@ import torch
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import TensorWriter
+from lightning_obs.observers.lattice import GridShares
 from lightning_obs.streaming.quantized_files import QuantizedFiles
 
 
@@ -80,8 +81,9 @@ def quantize_in_processes(
             futures = [pool.submit(_quantize, module_names) for module_names in files.fused_sets()]
             futures += [pool.submit(_copy, name) for name in files.copied]
             for future in as_completed(futures):
-                name, size = future.result()
+                name, size, grids = future.result()
                 files.tally.add(name, size)
+                files.grids |= grids
         except BrokenProcessPool as error:
             raise CalibrationError(
                 "a worker ended before its work was done",
@@ -105,25 +107,26 @@ def _start(setup: _Setup) -> None:
     _workers.append(_Worker(files, writer))
 
 
-def _quantize(module_names: tuple[str, ...]) -> tuple[str, int]:
+def _quantize(module_names: tuple[str, ...]) -> tuple[str, int, dict[str, GridShares]]:
     """Runs in a started process: quantize a fused set and write its entries.
 
     Returns:
-        The name of its last module, and how many bytes were written.
+        The name of its last module, how many bytes were written, and how much of its weights lies on a grid.
     """
     worker = _workers[0]
     written_before = worker.files.tally.done
     worker.files.quantize(worker.writer, module_names)
-    return module_names[-1], worker.files.tally.done - written_before
+    grids = {name: worker.files.grids[name] for name in module_names if name in worker.files.grids}
+    return module_names[-1], worker.files.tally.done - written_before, grids
 
 
-def _copy(name: str) -> tuple[str, int]:
+def _copy(name: str) -> tuple[str, int, dict[str, GridShares]]:
     """Runs in a started process: copy a tensor of the source.
 
     Returns:
-        Its name, and how many bytes were written.
+        Its name, how many bytes were written, and no grids.
     """
     worker = _workers[0]
     written_before = worker.files.tally.done
     worker.files.copy(worker.writer, name)
-    return name, worker.files.tally.done - written_before
+    return name, worker.files.tally.done - written_before, {}

@@ -14,11 +14,13 @@ from lightning_obs.observers import Observer
 INT8 = QuantizationArgs(num_bits=8)
 MEMORYLESS = ["memoryless_minmax", "memoryless_mse", "nvfp4_expanded_mse"]
 #: every built-in observer, as users write it
-NAMES = sorted(
+BUILT_IN_NAMES = sorted(
     name.replace("-", "_")
     for name in Observer.registered_names()
     if Observer.get_value_from_registry(name).__module__.startswith("lightning_obs.")
 )
+#: those that take formats of integers and of floats; lattice refuses all but weights in integers
+NAMES = [name for name in BUILT_IN_NAMES if name != "lattice"]
 #: those of weights that want the module's inputs
 OF_INPUTS = {name for name in NAMES if Observer.get_value_from_registry(name).needs_inputs}
 #: where a range's width is still a number, with room for the mean and two deviations

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_obs import observers
 from lightning_obs.observers import Observer
-from tests.observers.contract import NAMES, OF_INPUTS, tensors
+from tests.observers.contract import BUILT_IN_NAMES, NAMES, OF_INPUTS, tensors
 from tests.support.markdown import ROOT
 
 ONE_SCALE_ONLY = {"histogram", "percentile"}
@@ -41,7 +41,7 @@ def make(name: str, base_name: str = "input", args: QuantizationArgs = FORMATS["
     return Observer.load_from_registry(name, base_name=base_name, args=args, **kwargs)
 
 
-@every_observer
+@pytest.mark.parametrize("name", BUILT_IN_NAMES)
 def test_it_has_a_config_and_its_class_is_in_the_reference(name):
     observer_class = Observer.get_value_from_registry(name)
     defaults = observer_class.hyperparameters or {}

@@ -73,6 +73,8 @@ class Weights(Task):
             f"{megabytes_before:,.1f} MB -> {megabytes_after:,.1f} MB · "
             f"left in float: {result.facts()['left in float']}"
         )
+        if result.grids:
+            say(result.facts()["grids"])
         for line in closing_lines(self.config.export.folder, result.plan.engines):
             say(line)
 

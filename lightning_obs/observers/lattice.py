@@ -1,0 +1,119 @@
+"""Weights that lie on a grid already get that grid: scales and integers of checkpoints that were quantized before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs, QuantizationType
+from typing_extensions import override
+
+from lightning_obs.errors import CalibrationError
+from lightning_obs.numerics.lattice import find_lattice
+from lightning_obs.numerics.qparams import QParamsDict, can_be_signed
+from lightning_obs.observers.mse import MemorylessMSEObserver
+from lightning_obs.observers.observer import Hyperparameters, Observer
+from lightning_obs.observers.statistic import Statistic
+
+#: of a weight's scales, the share that gives a grid with all its values, and the share whose values are stored bit for
+#: bit, both in [0, 1]
+GridShares: TypeAlias = tuple[float, float]
+
+
+def grid_text(shares: Mapping[str, GridShares]) -> str:
+    """What a run says of the grids of its weights, by the names of their modules.
+
+    >>> grid_text({"a": (1.0, 1.0), "b": (1.0, 1.0), "c": (0.25, 0.25)})
+    '2 of 3 weights lie on a grid, stored exactly; of the other, 25 % of the scales'
+    """
+    whole = [exact for on_grid, exact in shares.values() if on_grid == 1]
+    others = [on_grid for on_grid, _ in shares.values() if on_grid < 1]
+    text = f"{len(whole)} of {len(shares)} weights lie on a grid"
+    exact_weights = whole.count(1)
+    if whole and exact_weights == len(whole):
+        text += ", stored exactly"
+    elif whole:
+        text += f", {exact_weights} of them stored exactly and the rest up to the rounding of their dtype"
+    if others:
+        mean = sum(others) / len(others)
+        text += f"; of the other{'s' if len(others) > 1 else ''}, {100 * mean:.3g} % of the scales"
+    return text
+
+
+@Observer.register("lattice")
+class LatticeObserver(MemorylessMSEObserver):
+    """The grid that a weight's values lie on, scale by scale; where they lie on none, ``memoryless_mse``'s range.
+
+    For weights of quantization-aware training (Gemma's Q4_0), and for dequantized ones: each value is then
+    ``scale * integer``, rounded to the dtype of the checkpoint, and is stored without a second rounding. The zero point
+    of an asymmetric format is an integer, so a grid is one that has a zero: values with a minimum of their own
+    (GGUF's Q4_1) lie on such a grid only where the minimum is a multiple of the step.
+
+    Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight, as are ``steps``: 0 where there is no
+    grid. ``exact`` is ``(*Q,)``, whether every value is stored bit for bit.
+
+    Keyword Args:
+        signed (bool): whether scales may be negative, in symmetric formats. On: a grid of ``-8 ... 7`` may be turned
+            around, as Q4_0's is where the largest value is positive.
+        maxshrink, patience, grid, norm, expand: of the search where there is no grid, as in ``memoryless_mse``.
+
+    Raises:
+        CalibrationError: observed is not a weight in integers.
+
+    Reference:
+        The estimate of a Q4_0 grid from the weights of ggml-org/llama.cpp, pull request 24603.
+    """
+
+    statistics = (*MemorylessMSEObserver.statistics, Statistic("steps"), Statistic("exact"))
+    hyperparameters: ClassVar[Hyperparameters] = {"signed": True}
+    steps: torch.Tensor
+    exact: torch.Tensor
+
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        if base_name != "weight" or args.type != QuantizationType.INT:
+            raise CalibrationError(
+                "lattice finds the grid of weights in integers",
+                got=f"{base_name}, {args.type}",
+                remedy="observe this tensor with memoryless_mse.",
+            )
+        if not can_be_signed(base_name, args):
+            observer_kwargs = {"signed": False, **observer_kwargs}
+        super().__init__(base_name, args, **observer_kwargs)
+
+    @override
+    def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        return Observer.forward(self, value, g_idx)
+
+    @override
+    def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        step, lowest, exact = find_lattice(observed, self.args, self.signed)
+        has_grid = step != 0
+        low = lowest * step
+        high = (lowest + 2**self.args.num_bits - 1) * step
+        if not self.signed and self.args.symmetric:  # the range of a positive scale reaches as far to both sides
+            high = (high - low) / 2
+            low = -high
+        range_low = torch.minimum(low, high)
+        range_high = torch.maximum(low, high)
+        if not bool(has_grid.all()):
+            searched_low, searched_high = self.search(observed)
+            range_low = torch.where(has_grid, range_low, searched_low)
+            range_high = torch.where(has_grid, range_high, searched_high)
+        return range_low, range_high, step, exact
+
+    @property
+    def grid_shares(self) -> GridShares:
+        """How much of the weight lies on a grid; values that are all zero count as a grid."""
+        on_grid = self.exact | (self.steps != 0)
+        return float(on_grid.float().mean()), float(self.exact.float().mean())
+
+    @override
+    def get_qparams(self) -> QParamsDict:
+        """The qparams of the range, but with the grid's own step: a range does not give it to the last bit."""
+        qparams = super().get_qparams()
+        if self._joins_ranges:
+            return qparams
+        scale = qparams["scale"]
+        steps = self.steps.to(scale.dtype).view(scale.shape)
+        return {**qparams, "scale": torch.where(steps == 0, scale, steps)}
