@@ -47,6 +47,8 @@ class Modifier(Peer):
         if self.modifier == "AWQModifier":
             if isinstance(subject, Encoder):
                 raise CannotQuantizeError("its mappings name layers of decoders")
+            if subject.device == "cpu":
+                raise CannotQuantizeError("it needs an accelerator")
             batches = [{**batch, "attention_mask": torch.ones_like(batch["input_ids"])} for batch in batches]
         with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
             oneshot(

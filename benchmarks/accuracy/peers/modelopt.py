@@ -40,6 +40,8 @@ class ModelOptimizer(Peer):
         if self.method == "local_hessian":
             options["block_size"] = weights.group_size
             options["fp8_scale_sweep"] = format_name(weights) == "nvfp4"
+        if self.method == "gptq":
+            options["layerwise"] = {"enable": isinstance(subject, Language)}  # it finds the layers of decoders
         quantizers: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
         for name in quantized_linears(model, subject.ignore):
             quantizers.append({"quantizer_name": f"{name}.weight_quantizer", "cfg": self._format(weights)})
