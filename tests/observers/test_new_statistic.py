@@ -112,8 +112,7 @@ class ZerosObserver(StaticMinMaxObserver):
     keeps_extremes = True
 
     def measure(self, observed):
-        low, high = super().measure(observed)
-        return low, high, (observed == 0).sum((0, -1))
+        return *super().measure(observed), (observed == 0).sum((0, -1))
 
 
 def zeros_of_all_ranks(rank):
