@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 
 from lightning_obs import (
@@ -18,7 +21,7 @@ from lightning_obs.calibration import quantized_inputs
 from lightning_obs.calibration.stepwise import Blocks, StepwiseCalibration
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
 from lightning_obs.ranks.collectives import Collectives
-from tests.calibration.common import Shared, hooks
+from tests.calibration.common import Experts, Shared, hooks
 from tests.support.lightning_ranks import like_torchrun, trainer
 from tests.support.rank_processes import run_ranks
 
@@ -186,10 +189,23 @@ def test_tokens_are_weighed_as_in_the_run_of_the_owner(tiny_llama, batches):
     assert (weighed[1] != alike[1]).float().mean() > 0.05
 
 
-def test_attention_states_are_refused_before_data(tiny_llama):
-    options = {**NEAREST, "kv_cache": "FP8", "ignore": ["lm_head"]}
-    session = CalibrationSession(tiny_llama(), INT4, **options, rounding=rounding())
-    message = r"attention states and outputs.*self_attn.*leave 'inputs' out"
+REFUSED = {
+    "attention states": (lambda model: model, {"kv_cache": "FP8"}, r"attention states and outputs.*self_attn"),
+    "offloaded": (
+        partial(cpu_offload, execution_device="cpu"),
+        {},
+        r"whole and in memory.*self_attn\.q_proj",
+    ),
+    "experts": (lambda model: nn.Sequential(model, Experts()), {}, "tokens of experts are not known there.*experts"),
+}
+
+
+@pytest.mark.parametrize(("change", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_a_model_or_scheme_that_cannot_run_step_by_step_is_refused_before_data(change, options, message, tiny_llama):
+    model = change(tiny_llama())
+    options = {**NEAREST, "ignore": ["re:.*lm_head"], **options}
+    session = CalibrationSession(model, INT4, **options, rounding=rounding())
+    message = rf"{message}.*leave 'inputs' out of rounding"
     with pytest.raises(CalibrationError, match=message):
         session.attach()
     with pytest.raises(CalibrationError, match=message):
