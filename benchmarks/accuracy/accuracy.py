@@ -9,8 +9,9 @@
     python benchmarks/accuracy/accuracy.py --model smollm2 --inputs quantized  # block by block
     python benchmarks/accuracy/accuracy.py --model smollm2 --device cuda --peers
 
-A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``; with a rounding after it, ``hessian
-+ gptq(damping=0.1)``; ``input: `` and an observer of inputs; ``recipe=accurate``; or ``scheme``, which changes nothing.
+A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``, or ``recipe=accurate``; either with a
+rounding after it, ``hessian + gptq(damping=0.1)``; ``input: `` and an observer of inputs; or ``scheme``, which changes
+nothing.
 Other packages (``peers/``) are measured beside ours with ``--peers`` where they are installed, as in the environments
 of ``make peers``: on the same text, with the same bytes.
 
@@ -254,15 +255,19 @@ def options_of(row: str) -> dict[str, Any]:
     {'observers': {'input': {'name': 'histogram'}}}
     >>> options_of("recipe=fast"), options_of("scheme")
     ({'recipe': 'fast'}, {})
+    >>> options_of("recipe=accurate + gptq(inputs='quantized')")
+    {'recipe': 'accurate', 'rounding': {'name': 'gptq', 'inputs': 'quantized'}}
     """
     if row == "scheme":
         return {}
-    if row.startswith("recipe="):
-        return {"recipe": row.removeprefix("recipe=")}
     if row.startswith("input: "):
         return {"observers": {"input": _named(row.removeprefix("input: "))}}
     observer, _, rounding = row.partition(" + ")
-    options: dict[str, Any] = {"observers": {"weight": _named(observer)}}
+    options: dict[str, Any] = {}
+    if observer.startswith("recipe="):
+        options["recipe"] = observer.removeprefix("recipe=")
+    else:
+        options["observers"] = {"weight": _named(observer)}
     if rounding:
         options["rounding"] = _named(rounding)
     return options
