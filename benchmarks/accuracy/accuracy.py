@@ -9,9 +9,9 @@
     python benchmarks/accuracy/accuracy.py --model smollm2 --inputs quantized  # block by block
     python benchmarks/accuracy/accuracy.py --model smollm2 --device cuda --peers
 
-A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``, or ``recipe=accurate``; either with a
-rounding after it, ``hessian + gptq(damping=0.1)``; ``input: `` and an observer of inputs; or ``scheme``, which changes
-nothing.
+A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``, or ``recipe=accurate``; a rounding
+may follow, ``hessian + gptq(damping=0.1)``. Others are ``input: `` and an observer of inputs, and ``scheme``, which
+changes nothing.
 Other packages (``peers/``) are measured beside ours with ``--peers`` where they are installed, as in the environments
 of ``make peers``: on the same text, with the same bytes.
 

@@ -164,6 +164,7 @@ PYTHON_HERE = {
     "onnx": _network,
     "program": _network,
     "quantized_metric": _language_model,
+    "rounding": _language_model,
     "several_devices": _fabric,
 }
 
