@@ -92,6 +92,17 @@ def test_the_correction_loses_less_and_a_resumed_session_has_its_numbers():
     assert lost(resumed, data()) == corrected
 
 
+def test_progress_is_that_of_all_steps():
+    model, reports = net(), []
+    session = CalibrationSession(model, INT4, **NEAREST, rounding=rounding())
+    session.show_progress(lambda name, done, total: reports.append((name, done, total)))
+    with session, torch.no_grad():
+        model(data())
+    total = 4 * (64 * 48 + 48 * 32)
+    assert reports[0] == ("0", 4 * 64 * 48, total)
+    assert reports[-1] == ("2", total, total)
+
+
 def sentences():
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, 4:] = 0
