@@ -29,8 +29,8 @@ from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import INPUT_ERRORS, CalibrationResult, Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
 from lightning_obs.calibration.token_weights import TokenWeights
+from lightning_obs.calibration.total_progress import TotalProgress
 from lightning_obs.errors import refuse
-from lightning_obs.files.tensors import Progress
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -131,7 +131,7 @@ class StepwiseCalibration:
 
     Attributes:
         result: of the positions so far; its qparams are on the CPU.
-        exact_outputs: the output of the last block for each batch in full precision; empty where nothing needs it.
+        exact_outputs: the output of the last block for each batch in full precision; None where nothing needs it.
         quantized_outputs: the same, of the blocks quantized so far. Both on the CPU.
         finish_block: called on every rank with each block after its planned modules have their qparams, which it may
             replace; None: they stay.
@@ -161,7 +161,7 @@ class StepwiseCalibration:
         #: how often the first batch calls each module in the present position
         self._calls = Counter[str]()
         self._corrects = any(base == INPUT_ERRORS for _, base in observation.data_observers)
-        self._progress = _TotalProgress(observation)
+        self._progress = TotalProgress(observation)
 
     @property
     def positions(self) -> int:
@@ -422,34 +422,3 @@ def _end_after(targets: Sequence[PlannedModule], calls: Mapping[str, int], stack
 
     for target in targets:
         _attach(target.module, end, stack)
-
-
-class _TotalProgress:
-    """Reports the weights of all steps as one job.
-
-    Args:
-        observation: of the whole model; its ``progress`` is called.
-    """
-
-    def __init__(self, observation: Observation) -> None:
-        self._progress = observation.progress
-        self._sizes: dict[str, int] = {}
-        for target in observation.plan.targets:
-            weight: Any = target.module.weight
-            self._sizes[target.name] = weight.numel() * weight.itemsize
-        self._done = 0
-
-    def of_part(self, names: Sequence[str]) -> Progress | None:
-        """What the search of some modules' weights reports to."""
-        progress = self._progress
-        if progress is None:
-            return None
-        size = sum(self._sizes[name] for name in names)
-        done_before = self._done
-        self._done += size
-        total = sum(self._sizes.values())
-
-        def report(name: str, done: int, total_of_part: int) -> None:
-            progress(name, done_before + size * done // max(1, total_of_part), total)
-
-        return report
