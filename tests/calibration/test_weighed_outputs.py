@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
 from transformers import BertConfig, BertModel
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession
@@ -173,3 +174,24 @@ def test_under_a_recipe_all_tokens_count_alike_where_the_steps_call_parts_of_the
     assert hasattr(module.net.inner, "weight_rounded")
     callback = CalibrationCallback(INT4, recipe="accurate", module="net")
     trainer(callback).validate(module, DataLoader(X.split(4), batch_size=None), verbose=False)
+
+
+class Whole(Parts):
+    """Its step calls the module itself, which holds a metric."""
+
+    def __init__(self):
+        super().__init__()
+        self.metric = MeanMetric()
+
+    def validation_step(self, batch, _):
+        self.metric.update(self(batch).square().mean())
+        self.log("loss", self.metric)
+
+
+def test_a_recipe_weighs_the_tokens_of_a_lightning_module_whose_steps_call_it():
+    module = Whole()
+    callback = CalibrationCallback(INT4, recipe="accurate")
+    trainer(callback).validate(module, DataLoader(X.split(4), batch_size=None), verbose=False)
+    squares = callback.session.observers["net.inner", "weight"].input_squares
+    expected = sums(Trunk(embedding), [{"x": part} for part in X.split(4)])
+    same(squares.float(), expected.float())
