@@ -91,9 +91,11 @@ def test_the_host_waits_for_nothing_in_a_batch_of_a_session(device):
     assert session.result.input_ranges
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "gptq"])
+@pytest.mark.parametrize(
+    "rounding", [None, "gptq", {"name": "gptq", "inputs": "quantized"}], ids=["nearest", "gptq", "on quantized inputs"]
+)
 def test_what_a_layer_loses_is_what_it_loses_on_the_cpu(device, rounding):
-    options = {"observers": {"weight": "hessian"}, "rounding": rounding} if rounding == "gptq" else {}
+    options = {"observers": {"weight": "hessian"}, "rounding": rounding} if rounding else {}
     found = []
     for where in ("cpu", device):
         model = calibrate(where, {"weights": {"num_bits": 4, "group_size": 32}}, torch.float32, **options).model
