@@ -36,6 +36,8 @@ class ModelOptimizer(Peer):
 
         model = copy.deepcopy(subject.model)
         weights = weight_args(scheme)
+        if format_name(weights) == "nvfp4" and subject.device == "cpu":
+            raise CannotQuantizeError("its static NVFP4 needs Triton")
         options = dict(self.options)
         if self.method == "local_hessian":
             options["block_size"] = weights.group_size
