@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_obs.engines.engine import Engine, Hardware, PlannedCheckpoint
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.model.kinds import is_transformers_model, kind_of
-from lightning_obs.schemes.config import describe_scheme, number_format
+from lightning_obs.schemes.config import describe_scheme, make_observer, number_format
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 Fits: TypeAlias = "Callable[[QuantizationArgs | None], bool]"
@@ -142,12 +142,12 @@ class FamilyEngine(Engine):
                 remedy=REMEDY,
             )
         weights = target.scheme.weights
-        if not family.signed and weights is not None and (weights.observer_kwargs or {}).get("signed"):
+        if not family.signed and weights is not None and make_observer("weight", weights).signed:
             raise CalibrationError(
                 f"{self.release} does not read the negative scales of a weight whose inputs are quantized, too",
                 where=[target.name],
                 got=f"an observer with signed=True, {describe_scheme(target.scheme)}",
-                remedy="leave out signed=True, or leave the inputs in full precision (W4A16).",
+                remedy="set signed=False for the observer, or leave the inputs in full precision (W4A16).",
             )
         return family.experts if is_expert else family.linear
 

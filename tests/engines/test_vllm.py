@@ -56,9 +56,10 @@ def test_what_vllm_computes_in_another_way_is_a_warning(scheme, message, tiny_ll
         plan(tiny_llama(torch.bfloat16), scheme, "vllm", ignore="lm_head")
 
 
+@pytest.mark.parametrize("observer", [{"name": "memoryless_mse", "signed": True}, {"name": "lattice"}])
 @pytest.mark.parametrize(("scheme", "loads"), [("W4A16", True), ("W8A16", True), ("W4A8", False), ("W4AFP8", False)])
-def test_negative_scales_are_refused_where_its_kernels_misread_them(scheme, loads, tiny_llama):
-    signed = {"observers": {"weight": {"name": "memoryless_mse", "signed": True}}, "ignore": "lm_head"}
+def test_negative_scales_are_refused_where_its_kernels_misread_them(scheme, loads, observer, tiny_llama):
+    signed = {"observers": {"weight": observer}, "ignore": "lm_head"}
     assert asked(tiny_llama(torch.bfloat16), scheme, "transformers", **signed)[1]["vLLM"].loads == loads
     if not loads:
         with pytest.raises(CalibrationError, match=r"does not read the negative scales.*q_proj.*signed=True"):
