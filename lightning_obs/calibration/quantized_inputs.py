@@ -53,6 +53,8 @@ def calibrate_on_quantized_inputs(
             for position in range(stepwise.positions):
                 stepwise.calibrate_position(position)
         stepwise.calibrate_rest()
+    if token_weights is not None:
+        token_weights.warn_of_tokens_that_count_alike()
     result = stepwise.result
     result.batches = observation.calls.batches
     result.measurements = observation.calls.measurements

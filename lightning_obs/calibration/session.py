@@ -269,6 +269,8 @@ class CalibrationSession:
     def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
         """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
 
+        A rounding on quantized inputs runs the kept calls of the model now, and computes all qparams in any case.
+
         Args:
             weights: off: the weights are not observed, their qparams do not change.
             activations: off: no data are required, the qparams of activations do not change.

@@ -102,7 +102,7 @@ class TokenWeights:
         model = self._observation.model
         handle = model.register_forward_hook(self._compare, prepend=True)
         remove_hook = keep_hook_out(model, handle)
-        stack.callback(self._warn_of_tokens_that_count_alike)
+        stack.callback(self.warn_of_tokens_that_count_alike)
         stack.callback(remove_hook)
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class TokenWeights:
             )
         return value.float() * weights.sqrt()[..., None]
 
-    def _warn_of_tokens_that_count_alike(self) -> None:
+    def warn_of_tokens_that_count_alike(self) -> None:
         """Say, when the observation ends, which modules of a recipe's count all their tokens alike, and why."""
         names = [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
         if not names:
