@@ -269,7 +269,7 @@ class _Finalization:
             result.batches = observation.calls.batches
             result.measurements = observation.calls.measurements
             result.collectives = self.collectives + 1 if observation.collectives.size > 1 else 0
-            result.qparams = on_host(self._qparams_for_result())
+            result.qparams = on_host(qparams_for_result(self.qparams))
             result.input_ranges = _observed_ranges(observation.data_observers)
             result.chosen_input_ranges = _chosen_ranges(observation.observers)
             result.grids = _grids(observation.observers)
@@ -281,12 +281,13 @@ class _Finalization:
         observation.skipped = self.skipped
         return result
 
-    def _qparams_for_result(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The qparams without rounded weights, which are as large as the weights."""
-        qparams = {}
-        for name, of_module in self.qparams.items():
-            qparams[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
-        return qparams
+
+def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The qparams of modules, by name, without rounded weights, which are as large as the weights."""
+    without_weights = {}
+    for name, of_module in qparams.items():
+        without_weights[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
+    return without_weights
 
 
 def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.token_weights import TokenWeights, WeightsOfCall
 from lightning_obs.errors import warn
+from lightning_obs.forward.calls import Autocast
 from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 
@@ -25,9 +26,7 @@ class _Call:
     """What was in force when the model was called: mask and weights of its tokens, autocast of its device."""
 
     mask: torch.Tensor | None
-    device_type: str
-    is_autocast: bool
-    autocast_dtype: torch.dtype
+    autocast: Autocast
     token_weights: WeightsOfCall | None
 
 
@@ -84,7 +83,7 @@ class KeptCalls:
         call: _Call = self._batches.note(index)
         if self.token_weights is not None and call.token_weights is not None:
             self.token_weights.use(call.token_weights)
-        with torch.autocast(call.device_type, call.autocast_dtype, enabled=call.is_autocast):
+        with call.autocast.entered():
             return self._observation.model(*args, **kwargs)
 
     def mask(self, index: int) -> torch.Tensor | None:
@@ -105,12 +104,9 @@ class KeptCalls:
         if self._observation.calls.is_paused or is_inside_quantized(model):
             return
         parameter = next(model.parameters(), None)
-        device_type = "cpu" if parameter is None else parameter.device.type
         call = _Call(
             self._observation.calls.mask,
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
+            Autocast.of(None if parameter is None else parameter.device),
             None if self.token_weights is None else self.token_weights.of_call,
         )
         self._batches.add((args, kwargs), call)

@@ -93,7 +93,8 @@ class CalibrationOptions:
             its outputs. The weights of the model do not change: a module gets the numbers beside its scale. With
             ``"inputs": "quantized"`` the Hessian is that of the inputs which the quantized modules before give: the
             model's calls are kept (2 GiB at most), and run again block by block; ``"correction"``, 0.25 there, is the
-            share of what the inputs differ by that the rounding makes up for
+            share of what the inputs differ by that the rounding makes up for. ``{"name": "learned", "steps": 200}``
+            begins there and learns scales block by block
             (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each group,
             beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest
             numbers.

@@ -24,21 +24,23 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.blocks import BlockForward, RunEnded, copied
-from lightning_obs.calibration.finalize import finalize, result_of
+from lightning_obs.calibration.finalize import finalize, on_host, qparams_for_result, result_of
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import INPUT_ERRORS, CalibrationResult, Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.calibration.total_progress import TotalProgress
 from lightning_obs.errors import refuse
-from lightning_obs.forward.calls import first_input
+from lightning_obs.forward.calls import Autocast, first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
-from lightning_obs.model.module_qparams import get_scheme
+from lightning_obs.model.module_qparams import get_scheme, read_qparams
 from lightning_obs.model.weight import in_shards
+from lightning_obs.numerics.learned_rounding import can_learn_scale
+from lightning_obs.numerics.qparams import rounding_of
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -75,6 +77,25 @@ class Blocks:
 
 
 @dataclass(frozen=True)
+class BlockCall:
+    """One call of a block, to be made again.
+
+    Attributes:
+        args, kwargs: of the call, on the CPU.
+        autocast: as it stood at the call.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    autocast: Autocast
+
+    def repeat(self, block: nn.Module, device: torch.device | None) -> Any:
+        """The output of the block, which may write to the copies of the arguments on the device."""
+        with self.autocast.entered():
+            return block(*copied(self.args, device), **copied(self.kwargs, device))
+
+
+@dataclass(frozen=True)
 class BlockData:
     """A block all of whose planned modules have qparams, and what it reads and should give.
 
@@ -82,26 +103,31 @@ class BlockData:
         name: of the block in the model; empty: the whole model, whose blocks are not known.
         module: the block, to be called as ever; it runs in full precision.
         targets: the planned modules in it.
-        calls: positional and keyword arguments of its calls on quantized inputs, for each batch, on the CPU.
+        calls: its call on quantized inputs, for each batch.
         outputs: its outputs in full precision, on inputs in full precision, for each batch, on the CPU.
         masks: which tokens of each batch count; None: all.
+        device: where it runs; None: where its tensors are.
+        report: shows a line of text where progress is shown.
     """
 
     name: str
     module: nn.Module
     targets: list[PlannedModule]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
+    calls: list[BlockCall]
     outputs: list[Any]
     masks: list[torch.Tensor | None]
+    device: torch.device | None
+    report: Callable[[str], None]
 
 
 def require_steps_possible(observation: Observation) -> None:
     """Refuse, before any data, a model or scheme that cannot be calibrated step by step.
 
     Raises:
-        CalibrationError: weights in shards or offloaded; experts; quantized attention states or outputs.
+        CalibrationError: weights in shards or offloaded; experts; quantized attention states or outputs; rounding is
+            to be learned where nothing can move.
     """
-    remedy = "round by inputs in full precision: leave 'inputs' out of rounding."
+    remedy = "rounding='gptq', which rounds by inputs in full precision."
     subject = "rounding on quantized inputs runs the model block by block"
     elsewhere = []
     others = []
@@ -110,10 +136,24 @@ def require_steps_possible(observation: Observation) -> None:
             elsewhere.append(target.name)
         if target.states or "output" in target.args:
             others.append(target.name)
+    refuse(
+        [target.name for target in observation.plan.targets if not _can_be_learned(target)],
+        "learned rounding moves scales, and these are powers of two, or one per tensor",
+        remedy="{'name': 'gptq', 'inputs': 'quantized'}; or move numbers: {'name': 'learned', 'learning_rate': 0.001}.",
+    )
     refuse(elsewhere, f"{subject}, with its weights whole and in memory", remedy=remedy)
     refuse(others, f"{subject}, and attention states and outputs are not observed there", remedy=remedy)
     containers = [] if observation.experts is None else list(observation.experts.containers)
     refuse(containers, f"{subject}, and the tokens of experts are not known there", remedy=remedy)
+
+
+def _can_be_learned(target: PlannedModule) -> bool:
+    """Whether learning moves anything of a module's weight, where it is asked for."""
+    args = target.args.get("weight")
+    rounding = None if args is None else rounding_of(args)
+    if args is None or rounding is None or not rounding.is_learned:
+        return True
+    return rounding.learning_rate > 0 or can_learn_scale(args)
 
 
 class StepwiseCalibration:
@@ -154,6 +194,7 @@ class StepwiseCalibration:
         self._blocks = blocks
         self._batches = batches
         self._token_weights = token_weights
+        self._device = device
         self._forward = BlockForward(observation.model, blocks.modules, device)
         self._unfinished = {target.name: target for target in observation.plan.targets}
         #: by module: modules that run quantized when a position runs, with their quantized weights
@@ -329,7 +370,10 @@ class StepwiseCalibration:
                     output = self._run_exact(position, index)
                     self.exact_outputs[index] = copied(output, _CPU)
         if self.finish_block is not None:
-            self.finish_block(self._block_data(position))
+            block = self._block_data(position)
+            self.finish_block(block)
+            for target in block.targets:
+                self.result.qparams |= on_host(qparams_for_result({target.name: read_qparams(target.module)}))
         with on_all_ranks(self.observation.collectives):
             for module in self._finished:
                 self._finished[module] = WeightCache()  # its qparams may be others now
@@ -348,10 +392,10 @@ class StepwiseCalibration:
             name = f"{self._blocks.name}.{position}"
             module = self._blocks.modules[position]
             targets = [target for target in targets if self._blocks.holds(position, target.name)]
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        calls: list[BlockCall] = []
 
         def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append((copied(args, _CPU), copied(kwargs, _CPU)))
+            calls.append(BlockCall(copied(args, _CPU), copied(kwargs, _CPU), Autocast.of(self._device)))
             raise RunEnded
 
         masks = []
@@ -360,7 +404,8 @@ class StepwiseCalibration:
             for index in range(len(self._batches)):
                 masks.append(self._batches.mask(index))
                 self._run_quantized(position, index)
-        return BlockData(name, module, targets, calls, self.exact_outputs, masks)
+        report = self._progress.show
+        return BlockData(name, module, targets, calls, self.exact_outputs, masks, self._device, report)
 
     def _leave(self, position: int) -> None:
         """Let the modules of a finished block run quantized no more: the block does not run again."""

@@ -24,6 +24,11 @@ class TotalProgress:
             self._sizes[target.name] = weight.numel() * weight.itemsize
         self._done = 0
 
+    def show(self, text: str) -> None:
+        """Show a text beside what is done so far."""
+        if self._progress is not None:
+            self._progress(text, self._done, sum(self._sizes.values()))
+
     def of_part(self, names: Sequence[str]) -> Progress | None:
         """What the search of some modules' weights reports to."""
         progress = self._progress

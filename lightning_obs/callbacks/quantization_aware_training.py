@@ -405,8 +405,8 @@ def _refuse_quantized_inputs(options: CalibrationOptions) -> None:
     if rounds_on_quantized_inputs(options.config):
         raise CalibrationError(
             "a training starts from weights that are rounded by inputs in full precision",
-            got="QuantizationAwareTraining(rounding={'inputs': 'quantized'})",
-            remedy="leave 'inputs' out of rounding.",
+            got="QuantizationAwareTraining(rounding=...) on quantized inputs",
+            remedy="rounding='gptq'.",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,6 +31,26 @@ def in_evaluation_mode(
         if module.training and isinstance(module, kinds):
             in_training.append(module)
     return patch_attrs(in_training, "training", [False] * len(in_training))
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """How autocast stood at a call that is kept, to be made again later."""
+
+    device_type: str
+    is_on: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, device: torch.device | None) -> Autocast:
+        """How it stands now for a device; None: the CPU."""
+        device_type = "cpu" if device is None else device.type
+        return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+
+    def entered(self) -> AbstractContextManager[None]:
+        """For a ``with`` block in which it stands so again."""
+        context: AbstractContextManager[None] = torch.autocast(self.device_type, self.dtype, enabled=self.is_on)
+        return context
 
 
 def logits_of(output: Any) -> torch.Tensor:

@@ -419,6 +419,12 @@ def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: Quantizatio
     return _ungroup(expanded, weight.shape, args)
 
 
+def sum_per_scale(values: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
+    """The sum of the values ``(R, C)`` of each scale, in its shape: the transpose of :func:`elementwise`."""
+    shape = _broadcastable(scale, args).shape
+    return _group(values, args).sum_to_size(shape).reshape(scale.shape)
+
+
 @torch.no_grad()
 def quantize(
     weight: torch.Tensor,
@@ -511,10 +517,7 @@ class _Dequantized(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         levels, step, zero_point = ctx.saved_tensors
         steps = _from_zero(levels, zero_point, ctx.args)
-        products = _group(grad * steps, ctx.args)
-        shape = _broadcastable(step, ctx.args).shape
-        step_grad = products.sum_to_size(shape).reshape(step.shape)
-        return None, step_grad, None, None
+        return None, sum_per_scale(grad * steps, step, ctx.args), None, None
 
 
 def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: QuantizationArgs) -> torch.Tensor:

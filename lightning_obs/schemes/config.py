@@ -534,6 +534,21 @@ def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
     return any(rounding is not None and rounding.on_quantized_inputs for rounding in roundings)
 
 
+def learns_rounding(config: QuantizationConfig) -> bool:
+    """Whether the rounding of any group's weights is learned."""
+    roundings = [rounding_of(args) for args in _args_of(config, "weight")]
+    return any(rounding is not None and rounding.is_learned for rounding in roundings)
+
+
+def _rounding_label(config: QuantizationConfig) -> str | None:
+    """The rounding of a config in a few words, the one that does most; None: every number is the nearest."""
+    if learns_rounding(config):
+        return "learned rounding"
+    if rounds_on_quantized_inputs(config):
+        return "gptq on quantized inputs"
+    return "gptq" if has_rounding(config) else None
+
+
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     """A short name of a scheme for reports: the preset's name, or its formats; the options' ``label``.
 
@@ -551,8 +566,9 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
         parts = list(dict.fromkeys(map(describe_scheme, config_groups(config))))
     if config.kv_cache_scheme is not None:
         parts.append(f"{describe(config.kv_cache_scheme)} kv cache")
-    if has_rounding(config):
-        parts.append("gptq on quantized inputs" if rounds_on_quantized_inputs(config) else "gptq")
+    rounding = _rounding_label(config)
+    if rounding is not None:
+        parts.append(rounding)
     return " + ".join(parts)
 
 
