@@ -110,7 +110,7 @@ class Language:
         folder: of the model; None: the default model.
         device: that runs it.
         batches: to calibrate on, of one block of 512 tokens.
-        eval_batches: blocks of each held-out text. The unquantized model's logits of all of them are kept.
+        eval_batches: blocks of each held-out text.
         path: text to calibrate on and to hold out, in place of Python's documentation.
     """
 
@@ -129,7 +129,7 @@ class Language:
         self.held_out = texts.held_out
         self._expected = {}
         for name, blocks in self.held_out.items():
-            self._expected[name] = [logits.cpu() for logits in self._logits(self.model, blocks)]
+            self._expected[name] = [self._hidden(block) for block in blocks]
         self.plain = seconds_of_second(self.calibrate, self.model, device)
         self.title = ", ".join(self._perplexity_of(name) for name in self.held_out)
 
@@ -147,10 +147,8 @@ class Language:
         losses = {}
         for name, blocks in self.held_out.items():
             grown, divergences = [], []
-            for block, expected_on_cpu, quantized in zip(
-                blocks, self._expected[name], self._logits(model, blocks), strict=True
-            ):
-                expected = expected_on_cpu.to(quantized.device)
+            for block, hidden, quantized in zip(blocks, self._expected[name], self._logits(model, blocks), strict=True):
+                expected = self._head(hidden)
                 grown.append(next_token_loss(quantized, block) - next_token_loss(expected, block))
                 divergence, _ = compare(quantized, expected)
                 divergences.append(divergence.item() / len(block))
@@ -163,11 +161,28 @@ class Language:
         for block in blocks:
             yield model(input_ids=block.unsqueeze(0).to(self.device), use_cache=False).logits[0].float()
 
+    @torch.no_grad()
+    def _hidden(self, block: torch.Tensor) -> torch.Tensor:
+        """What the unquantized model's head reads of a block, ``(tokens, C)``: SmolLM2's logits are 85 times as large.
+
+        Raises:
+            AssertionError: the head of this model does more than its output embedding does.
+        """
+        output = self.model(input_ids=block.unsqueeze(0).to(self.device), use_cache=False, output_hidden_states=True)
+        hidden = output.hidden_states[-1][0]
+        torch.testing.assert_close(self._head(hidden), output.logits[0].float(), rtol=1e-3, atol=1e-3)
+        return hidden
+
+    @torch.no_grad()
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``(tokens, classes)`` by the output embedding, which stays as it is."""
+        return self.model.get_output_embeddings()(hidden).float()
+
     def _perplexity_of(self, name: str) -> str:
         blocks = self.held_out[name]
         losses = []
-        for block, logits in zip(blocks, self._expected[name], strict=True):
-            losses.append(next_token_loss(logits, block))
+        for block, hidden in zip(blocks, self._expected[name], strict=True):
+            losses.append(next_token_loss(self._head(hidden), block))
         perplexity = math.exp(sum(losses) / len(losses))
         return f"{sum(map(len, blocks)):,} tokens ({name}, perplexity {perplexity:.2f})"
 
