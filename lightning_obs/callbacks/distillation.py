@@ -6,6 +6,7 @@ miss gradient accumulation and the loss scale. So ``training_step`` is wrapped w
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from torch import nn
 
 from lightning_obs.callbacks.lightning_package import move_data_to_device
 from lightning_obs.callbacks.observed_batches import ObservedBatches
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, require_choice
 from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
 from lightning_obs.forward.calls import in_evaluation_mode, logits_of
 from lightning_obs.forward.predictions_of_teacher import call_for_head
@@ -43,19 +44,24 @@ class Distillation:
     Args:
         weight: of the divergence beside the loss that ``training_step`` returns; ``"only"``: the divergence is the
             loss; 0: nothing is distilled.
-        teacher: takes the calls that the student takes; None: the student itself, unquantized.
+        teacher: takes the calls that the student takes; ``"original"``: a copy of the student, made before the first
+            fit; None: the student itself, unquantized, as far as it is trained.
 
     Raises:
-        CalibrationError: ``weight`` is none of these, or 0 with a teacher.
+        CalibrationError: ``weight`` is none of these, or 0 with a teacher; the teacher is another word.
     """
 
-    def __init__(self, weight: float | Literal["only"], teacher: nn.Module | None) -> None:
+    def __init__(self, weight: float | Literal["only"], teacher: nn.Module | Literal["original"] | None) -> None:
         if weight != "only" and not (isinstance(weight, (int, float)) and weight >= 0):
             raise CalibrationError("distill", got=repr(weight), expected="zero or more, or 'only'")
         if teacher is not None and not weight:
             raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")
+        if isinstance(teacher, str):
+            require_choice("teacher", teacher, ("original",))
         self._weight = weight
-        self._teacher = teacher
+        #: whether a copy of the student teaches
+        self.copies_student = teacher == "original"
+        self._teacher = None if isinstance(teacher, str) else teacher
         #: whether the teacher's head gives its logits, as far as is known
         self._teaches_by_head = True
 
@@ -63,6 +69,14 @@ class Distillation:
     def is_on(self) -> bool:
         """Whether the divergence is a part of the loss."""
         return bool(self._weight)
+
+    def keep_original(self, student: nn.Module) -> None:
+        """Copy the student for its teacher, unless there is one.
+
+        Called in ``setup`` of a fit, before Lightning loads the weights of a checkpoint to go on from.
+        """
+        if self._teacher is None:
+            self._teacher = copy.deepcopy(student).requires_grad_(False).eval()
 
     def wrap_step(
         self, pl_module: LightningModule, training: QuantizedTraining, batches: ObservedBatches, log: bool

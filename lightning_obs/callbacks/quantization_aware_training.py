@@ -32,7 +32,7 @@ from lightning_obs.callbacks.session_callback import (
 )
 from lightning_obs.callbacks.strategies import average_gradients
 from lightning_obs.callbacks.trainable import require_precision, require_trainable
-from lightning_obs.callbacks.trainer_session import TrainerSession
+from lightning_obs.callbacks.trainer_session import TrainerSession, find_module
 from lightning_obs.errors import CalibrationError, refuse_unknown, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.fine_tuning.quantized_training import Phase
@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 class QuantizationAwareTraining(SessionCallback):
     """Train through fake quantization in ``trainer.fit``; validate, test and predict through it too.
 
-    Weights are quantized from the first step on, and their ranges are observed again at every validation. Activations
-    pass unquantized until their ranges are known: from an earlier ``trainer.validate`` with this callback, from a
+    Weights are quantized from the first step on, in the ranges that they have then; these stay. Activations pass
+    unquantized until their ranges are known: from an earlier ``trainer.validate`` with this callback, from a
     checkpoint, from the sanity check (``sanity_check=True``), or from the first ``calibration_batches`` training
     batches. Afterwards ``callback.export(folder)`` writes the model of the last validation.
 
@@ -66,8 +66,9 @@ class QuantizationAwareTraining(SessionCallback):
         distill (float | str | None): weight of the divergence of the quantized model's logits from the teacher's, added
             to the loss that ``training_step`` returns; ``"only"``: it is the loss; 0: none. It costs one more forward
             per step. Logged as ``quant/distillation``. Default: None, ``"only"`` for scales alone, else 0.
-        teacher (Module | None): takes the calls that the quantized model takes. Default: None, the model itself,
-            unquantized.
+        teacher (Module | str | None): takes the calls that the quantized model takes. ``"original"`` is a copy of the
+            model before training, which takes the memory of its weights once more. Default: None, the model itself,
+            unquantized: it moves as it is trained.
         quantize (str): tensors quantized in training: ``"all"``, ``"weights"`` or ``"activations"``. Validation and
             export always quantize all that the scheme says. Default: ``"all"``.
         observe (str): the data that refresh the ranges of activations: ``"train"``, the ``calibration_batches``
@@ -92,6 +93,9 @@ class QuantizationAwareTraining(SessionCallback):
         export_overwrite (bool): replace what is at the paths of ``export_to`` before the first run of this callback.
             Default: False.
         sanity_check (bool): quantize and observe also in fit's sanity check (its few batches). Default: False.
+        refresh_weights (bool): observe weights again at every validation and at the end of fit: for training that moves
+            them far, from a random start for example. A new range rounds many weights to other numbers than those that
+            training settled on. Default: False, weights are exported in the ranges in which they were trained.
         token_mask (str | Callable | None): where to find, in a batch, which tokens count: a key (``"attention_mask"``)
             or a function of the batch. A tensor ``(batch, tokens)``, nonzero for tokens that count; the others
             (padding) reach no observer. Default: None, all tokens count.
@@ -147,7 +151,7 @@ class QuantizationAwareTraining(SessionCallback):
         *,
         train: Literal["weights", "scales", "all"] = "weights",
         distill: float | Literal["only"] | None = None,
-        teacher: nn.Module | None = None,
+        teacher: nn.Module | Literal["original"] | None = None,
         quantize: Literal["all", "weights", "activations"] = "all",
         observe: Literal["train", "val", "none"] = "train",
         calibration_batches: int = 16,
@@ -158,6 +162,7 @@ class QuantizationAwareTraining(SessionCallback):
         export_to: ExportTo = None,
         export_overwrite: bool = False,
         sanity_check: bool = False,
+        refresh_weights: bool = False,
         token_mask: str | Callable[[Any], torch.Tensor] | None = None,
         log: bool | None = None,
         **options: Unpack[OptionKeywords],
@@ -168,7 +173,15 @@ class QuantizationAwareTraining(SessionCallback):
         if export_at_end is not None:
             calibration_options = export_at_end.options_for(calibration_options)
         self.quantized_fit = QuantizedFit(
-            train, quantize, observe, calibration_batches, start_epoch, start_step, freeze_after, sanity_check
+            train,
+            quantize,
+            observe,
+            calibration_batches,
+            start_epoch,
+            start_step,
+            freeze_after,
+            sanity_check,
+            refresh_weights,
         )
         if distill is None:
             distill = "only" if train == "scales" else 0.0
@@ -202,9 +215,14 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a model that the user froze: no optimizer could be made of it, nor DDP."""
+        """Keep the original for a teacher; refuse a model that the user froze: no optimizer could be made of it."""
         super().setup(trainer, pl_module, stage)
-        if stage != "fit" or self.train != "scales":
+        if stage != "fit":
+            return
+        if self.distillation.copies_student:
+            _, model = find_module(pl_module, self.trainer_session.module_path)
+            self.distillation.keep_original(model)
+        if self.train != "scales":
             return
         parameters = list(pl_module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):

@@ -1,9 +1,10 @@
 """Which ranges are in force while a model trains through fake quantization.
 
-A validation runs the model that would be exported at that moment: weights are observed again before its first batch
-(after weight averaging has swapped the weights in), and nothing changes until it ends. Ranges of activations from its
-own data (``observe="val"``) are in force from the next training batch on, ranges from training batches
-(``observe="train"``) after the last of these; no forward pass is added.
+A validation runs the model that would be exported at that moment, and nothing changes until it ends. Weights are
+trained in the ranges that they had when the fit started; with ``refresh_weights`` they are observed again before a
+validation's first batch (after weight averaging has swapped the weights in). Ranges of activations from its own data
+(``observe="val"``) are in force from the next training batch on, ranges from training batches (``observe="train"``)
+after the last of these; no forward pass is added.
 
 Ranges and an incomplete observation are in the callback's state, so a resumed run continues as if it had not stopped.
 """
@@ -43,6 +44,7 @@ class QuantizedFit:
         start_step: nothing is quantized or observed before this many optimizer steps.
         freeze_after: from this epoch on the ranges of activations do not change; None: never.
         sanity_check: also quantize and observe in fit's sanity check.
+        refresh_weights: observe the weights again at each validation and at the end.
 
     Raises:
         CalibrationError: an argument with another value than these.
@@ -58,13 +60,14 @@ class QuantizedFit:
         start_step: int,
         freeze_after: int | None,
         sanity_check: bool,
+        refresh_weights: bool,
     ) -> None:
         require_choice("train", train, ("weights", "scales", "all"))
         require_choice("quantize", quantize, ("all", "weights", "activations"))
         require_choice("observe", observe, ("train", "val", "none"))
         require_at_least(0, calibration_batches=calibration_batches, freeze_after=freeze_after)
         require_at_least(0, start_epoch=start_epoch, start_step=start_step)
-        require_bool(sanity_check=sanity_check)
+        require_bool(sanity_check=sanity_check, refresh_weights=refresh_weights)
         self._train = train
         self._quantize = quantize
         self._observe = observe
@@ -73,6 +76,7 @@ class QuantizedFit:
         self._start_step = start_step
         self._freeze_after = freeze_after
         self._sanity_check = sanity_check
+        self._refresh_weights = refresh_weights
         self._training: QuantizedTraining | None = None
         #: the state in which the last fit ended, if weights were observed afterwards; None: the present state counts
         self._state_of_fit: dict[str, Any] | None = None
@@ -100,7 +104,7 @@ class QuantizedFit:
             self._training.session = session
         else:
             self.stop()
-            self._training = QuantizedTraining(session, self._train)
+            self._training = QuantizedTraining(session, self._train, self._refresh_weights)
 
     def stop(self) -> None:
         """Give the model its own forward back. Can be called at any time, any number of times."""
@@ -168,7 +172,7 @@ class QuantizedFit:
             rank_zero_info(f"{session.label}: ranges of activations from {session.batches} batches")
 
     def end_fit(self) -> None:
-        """Observe the weights that were trained since the last validation, so that they can be exported.
+        """Give the weights that were trained since the last validation their ranges, so that they can be exported.
 
         The strategy has not been torn down yet: the model is on its device, and ranks can communicate. A callback that
         averages weights puts them into the model in the same hook; if it is listed after this one, the export refuses

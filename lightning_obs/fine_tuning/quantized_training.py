@@ -58,9 +58,11 @@ class QuantizedTraining:
     Args:
         session: observes the model.
         train: what an optimizer trains: ``"weights"``, ``"scales"`` (those that can be learned), or ``"all"``.
+        refreshes_weights: whether ranges of weights follow the weights: at each validation and at the end of a fit. If
+            not, weights are trained in the ranges with which the fit started.
 
     Attributes:
-        session: as given.
+        session, refreshes_weights: as given.
         switch: which tensors are quantized now.
         learned: the scales that an optimizer trains; None with ``train="weights"``.
         phase: the state in which the next training batch runs.
@@ -70,13 +72,14 @@ class QuantizedTraining:
         CalibrationError: the session weighs tokens and weights are trained; no scale can be learned.
     """
 
-    def __init__(self, session: CalibrationSession, train: str = "weights") -> None:
+    def __init__(self, session: CalibrationSession, train: str = "weights", refreshes_weights: bool = False) -> None:
         refuse(
             session.observation.weighed_modules if train != "scales" else [],
             "weigh_tokens needs weights that stay as they are, and these are trained",
             remedy="leave it out, or set train='scales'.",
         )
         self.session = session
+        self.refreshes_weights = refreshes_weights
         self.switch = Switch()
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
@@ -89,7 +92,7 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def start(self, around: nn.Module | None = None) -> None:
-        """Let the modules run quantized, with ranges for their weights.
+        """Let the modules run quantized, with ranges of their present weights.
 
         Called before each training batch, validation and test; nothing happens if the modules run quantized already.
 
@@ -108,7 +111,7 @@ class QuantizedTraining:
         if self._is_resumed and self.is_quantized:
             self._write_learned(weights_refreshed=False)
         else:
-            self.refresh_weights()
+            self._observe_weights()
         self._is_resumed = False
 
     def stop(self) -> None:
@@ -160,8 +163,9 @@ class QuantizedTraining:
 
     @property
     def _weights_stay(self) -> bool:
-        """Whether weights are never observed again: they are frozen, and their scales are learned."""
-        return self.learned is not None and self.learned.alone and self.is_quantized
+        """Whether a fit never observes its weights again: their ranges stay, or they are frozen."""
+        are_frozen = self.learned is not None and self.learned.alone
+        return self.is_quantized and (are_frozen or not self.refreshes_weights)
 
     @property
     def can_refresh(self) -> bool:
@@ -262,11 +266,20 @@ class QuantizedTraining:
     # ------------------------------------------------------------------ weights
 
     def refresh_weights(self) -> None:
-        """Search the ranges of the present weights if they changed, and write the present learned scales.
+        """Let the ranges be those of the present weights, and write the present learned scales.
 
-        Called by :meth:`start`, before a validation or test, at the end of a fit, and before the first batch after a
-        validation.
+        The ranges are searched again if they follow the weights; else they stay, and the present weights are noted as
+        theirs. Called before a validation or test, at the end of a fit, and before the first batch after a validation.
         """
+        if not self._weights_stay or _has_uncalibrated(self.session):
+            self._observe_weights()
+            return
+        if changed_since(self.session.model):
+            self.session.write_scales({}, of_present_weights=True)
+        self._write_learned()
+
+    def _observe_weights(self) -> None:
+        """Search the ranges of the present weights if they changed, and write the present learned scales."""
         model = self.session.model
         if not self._lacks_inputs() and (_has_uncalibrated(self.session) or changed_since(model)):
             self.session.finalize(activations=False)

@@ -95,7 +95,11 @@ def test_a_validation_begins_once_and_its_end_makes_ranges_due(training):
     assert training.phase is Phase.TRAINING
 
 
-def test_the_weights_ranges_follow_a_validation_and_not_each_batch(training):
+@pytest.mark.parametrize(("refreshes_weights", "growth"), [(False, 1), (True, 2)])
+def test_the_weights_ranges_follow_no_batch_and_a_validation_where_it_refreshes_them(
+    training, refreshes_weights, growth
+):
+    training.refreshes_weights = refreshes_weights
     observed(training)
     layer = training.session.model.fc1
     before = layer.weight_scale.clone()
@@ -105,7 +109,7 @@ def test_the_weights_ranges_follow_a_validation_and_not_each_batch(training):
     assert torch.equal(layer.weight_scale, before)
     training.end_validation()
     training.begin_training_batch()
-    assert torch.equal(layer.weight_scale, 2 * before)
+    assert torch.equal(layer.weight_scale, growth * before)
 
 
 def test_what_a_validation_gathered_is_written_by_the_next_training_batch(training):

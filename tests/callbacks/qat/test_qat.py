@@ -169,18 +169,17 @@ def test_the_start_can_be_a_step():
     assert ["weight_scale" in s for s in watch.scales] == [False] * 3 + [True] * 5
 
 
-def test_every_validation_observes_the_weights_anew():
+def test_every_validation_observes_the_weights_anew_that_are_refreshed():
     module = Regression()
-    trainer(QuantizationAwareTraining(W8)).fit(module, loader(), loader())
+    trainer(QuantizationAwareTraining(W8, refresh_weights=True)).fit(module, loader(), loader())
     expected = module.net[0].weight.detach().abs().amax(1, keepdim=True) / 127.5
     torch.testing.assert_close(module.net[0].weight_scale, expected)
 
 
 def test_ranges_are_refreshed_from_training_batches_after_each_validation():
     module, watch = Regression(), Watch()
-    trainer(QuantizationAwareTraining("INT8_STATIC", calibration_batches=2), watch, max_epochs=3).fit(
-        module, loader(), loader(seed=2)
-    )
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, refresh_weights=True)
+    trainer(callback, watch, max_epochs=3).fit(module, loader(), loader(seed=2))
     seen = [float(read["input_scale"]) if "input_scale" in read else None for read in watch.starts]
     assert seen[:2] == [None, None]
     data = [float(x.abs().max()) / 127.5 for x, _ in loader()]
@@ -226,7 +225,7 @@ def test_freeze_after_keeps_the_ranges_of_activations_and_not_those_of_weights()
         def forward(self, x):
             return super().forward(x * (1 + self.trainer.current_epoch))
 
-    callback = QuantizationAwareTraining("INT8_STATIC", freeze_after=2, calibration_batches=1)
+    callback = QuantizationAwareTraining("INT8_STATIC", freeze_after=2, calibration_batches=1, refresh_weights=True)
     trainer(callback, watch, max_epochs=4).fit(Growing(), loader(), loader())
     inputs = [float(s["input_scale"]) for s in watch.scales]
     assert inputs[0] * 2 == pytest.approx(inputs[4])
@@ -315,6 +314,7 @@ def test_a_precision_that_casts_the_weights_is_refused(precision):
         ({"distill": -0.5}, "distill. Got -0.5"),
         ({"distill": "onyl"}, "distill. Got 'onyl', expected zero or more, or 'only'"),
         ({"teacher": nn.Linear(1, 1)}, "a teacher without distill"),
+        ({"teacher": "first", "distill": 1.0}, "teacher. Got 'first', expected 'original'"),
     ],
 )
 def test_wrong_options_are_refused_by_the_constructor(options, text):

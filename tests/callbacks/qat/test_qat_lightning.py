@@ -131,7 +131,7 @@ def test_11047_pruning_beside_it_trains_masked_quantized_weights(order, tmp_path
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_averaged_weights_are_validated_and_exported_with_their_own_ranges(order, tmp_path):
     module = Regression(lr=0.1)
-    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=2)
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=2, refresh_weights=True)
     callbacks = [callback, WeightAveraging()] if order == "before" else [WeightAveraging(), callback]
     trainer(*callbacks, max_epochs=2).fit(module, loader(), loader(seed=2))
     absmax = module.net[0].weight.detach().abs().amax(1, keepdim=True)
@@ -150,9 +150,8 @@ def test_after_a_validation_of_averaged_weights_training_has_the_ranges_of_its_o
                 weight = pl_module.net[0].weight.detach()
                 torch.testing.assert_close(pl_module.net[0].weight_scale, weight.abs().amax(1, keepdim=True) / 127.5)
 
-    trainer(QuantizationAwareTraining(W8), Look(), watch, WeightAveraging(), max_epochs=3).fit(
-        module, loader(), loader(seed=2)
-    )
+    callback = QuantizationAwareTraining(W8, refresh_weights=True)
+    trainer(callback, Look(), watch, WeightAveraging(), max_epochs=3).fit(module, loader(), loader(seed=2))
 
 
 def test_early_stopping_ends_it_with_nothing_left_behind(tmp_path):
@@ -365,17 +364,26 @@ def test_an_exception_leaves_the_float_model(where):
     assert torch._dynamo.eval_frame._stance.stance == "default"
 
 
-def test_two_validations_an_epoch_each_refresh_the_weights():
+@pytest.mark.parametrize(
+    ("refresh_weights", "is_first"), [(False, [True] * 4), (True, [True, True, False, False])], ids=["stay", "follow"]
+)
+def test_ranges_of_weights_stay_unless_each_of_two_validations_an_epoch_refreshes_them(refresh_weights, is_first):
     watch = Watch()
-    trainer(QuantizationAwareTraining(W8), watch, max_epochs=1, val_check_interval=0.5).fit(
-        Regression(), loader(), loader()
-    )
-    assert [float(s["weight_scale"].sum()) == float(watch.starts[0]["weight_scale"].sum()) for s in watch.starts] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    callback = QuantizationAwareTraining(W8, refresh_weights=refresh_weights)
+    trainer(callback, watch, max_epochs=1, val_check_interval=0.5).fit(Regression(), loader(), loader())
+    first = watch.starts[0]["weight_scale"]
+    assert [torch.equal(start["weight_scale"], first) for start in watch.starts] == is_first
+
+
+def test_a_second_fit_starts_from_the_ranges_of_its_weights():
+    module, callback, watch = Regression(), QuantizationAwareTraining(W8), Watch()
+    trainer(callback).fit(module, loader(), loader())
+    with torch.no_grad():
+        module.net[0].weight.mul_(2)
+    largest = module.net[0].weight.detach().abs().amax(1, keepdim=True)
+    trainer(callback, watch, max_epochs=1).fit(module, loader(), loader())
+    for start in watch.starts:
+        torch.testing.assert_close(start["weight_scale"], largest / 127.5)
 
 
 def test_frozen_weights_stay_and_others_are_trained():

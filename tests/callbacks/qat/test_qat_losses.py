@@ -95,6 +95,33 @@ def test_distillation_adds_the_weighted_divergence_to_the_loss(teacher):
     assert not left_behind(module)
 
 
+def test_the_original_teaches_as_it_was_before_training_also_when_a_fit_goes_on(tmp_path):
+    original = Classifier(lr=0.1)
+    differences = []
+
+    class Look(L.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.inputs = batch[0]
+
+        @torch.no_grad()
+        def on_before_backward(self, trainer, pl_module, loss):
+            p = original(self.inputs).softmax(-1)
+            q = pl_module(self.inputs).softmax(-1)
+            differences.append(abs(float((p * (p / q).log()).sum(-1).mean()) - loss.item()))
+
+    checkpoint = None
+    for steps in (4, 8):
+        module = copy.deepcopy(original)
+        callback = QuantizationAwareTraining(W4, distill="only", teacher="original")
+        run = trainer(callback, Look(), max_epochs=4, max_steps=steps)
+        run.fit(module, loader(), loader(), ckpt_path=checkpoint)
+        checkpoint = tmp_path / "c.ckpt"
+        run.save_checkpoint(checkpoint)
+        assert not torch.equal(module.net[0].weight, original.net[0].weight)
+    assert len(differences) == 8
+    assert max(differences) < 1e-5
+
+
 def test_the_teacher_runs_in_evaluation_mode_without_gradient_and_unobserved():
     class Dropping(Classifier):
         def build(self):
