@@ -124,7 +124,9 @@ class OutputProbe:
         values = [tensor.values for tensor in connected]
         probes = []
         for tensor in connected:
-            signs = self._signs.of_call(tensor.values, mask, args, kwargs, number=tensor.number)
+            signs = self._signs.of_call(
+                tensor.values, mask, args, kwargs, number=tensor.number, by_sample=not tensor.are_logits
+            )
             probes.append(_probe(tensor, signs, mask, is_single=len(tensors) == 1))
         torch.autograd.backward(values, probes)
 

@@ -1,10 +1,12 @@
 """The random signs of the probe of a call's output, which do not depend on how the data was cut into batches.
 
 Predictions whose gradients add up in one token need signs of their own: the positions of a sequence, counted among the
-tokens that count, so that padding on either side moves none. Sequences may have the same signs. Where a sample has one
-prediction, its signs are found by its own values: with the same signs for all samples, classes that have one sign would
-count too little in every sample, and with signs by number they would depend on the order. Tensors of one output have
-signs of their own.
+tokens that count, so that padding on either side moves none. Sequences of logits have the same signs: rows as long as
+a vocabulary are few. Of other numbers each sequence begins at a row of its own, so that more signs are averaged.
+
+Where a sample has one prediction, its signs are found by its own values: with the same signs for all samples, classes
+that have one sign would count too little in every sample, and with signs by number they would depend on the order.
+Tensors of one output have signs of their own.
 """
 
 from __future__ import annotations
@@ -39,6 +41,8 @@ class ProbeSigns:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         number: int = 0,
+        *,
+        by_sample: bool = False,
     ) -> torch.Tensor:
         """Signs for a tensor of the output of a call of the model.
 
@@ -48,6 +52,7 @@ class ProbeSigns:
             args: positional arguments of the call.
             kwargs: keyword arguments of the call.
             number: of the tensor: those of another number are independent.
+            by_sample: whether the signs of ``(batch, positions, C)`` differ from sample to sample.
 
         Returns:
             ``(batch, ..., C)`` in int8, on the device of ``values``; without the batch axis where all samples have the
@@ -61,11 +66,32 @@ class ProbeSigns:
             rows = self._first_rows(count, number, width, device)
             return rows[numbers.to(device)]
         positions = values[0, ..., 0].numel()
+        if by_sample and positions <= _rows_for_samples(width):
+            return self._by_sample_and_position(values, mask, args, kwargs, number)
         rows = self._first_rows(positions, number, width, device)[:positions]
         is_of_positions = mask is not None and mask.shape == values.shape[:-1]
         if mask is None or not is_of_positions or bool(mask.bool().all()):
             return rows.view(values.shape[1:])
         return rows[_numbers_of_tokens(mask).to(device)]
+
+    def _by_sample_and_position(
+        self,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        number: int,
+    ) -> torch.Tensor:
+        """Signs for ``(batch, positions, C)``: a sample's first row by the values of its input, then the next ones."""
+        samples, positions, width = values.shape
+        count = _rows_for_samples(width)
+        first = _numbers_of_samples(samples, count, mask, args, kwargs).cpu()
+        places = torch.arange(positions).expand(samples, positions)
+        if mask is not None and mask.shape == values.shape[:-1]:
+            places = _numbers_of_tokens(mask)
+        numbers = (first[:, None] + places) % count
+        rows = self._first_rows(count, number, width, values.device)
+        return rows[numbers.to(values.device)]
 
     def _first_rows(self, count: int, number: int, width: int, device: torch.device) -> torch.Tensor:
         """At least the first ``count`` rows, ``(n, width)``; drawn on the CPU, so that every device has the same."""

@@ -11,8 +11,8 @@ from torchmetrics import MeanMetric
 from transformers import BertConfig, BertModel
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationSession
+from lightning_obs.calibration.probe_signs import ProbeSigns
 from lightning_obs.errors import CalibrationWarning
-from lightning_obs.forward.probe import random_signs
 from tests.calibration.test_token_weights import INT4, observed
 from tests.calibration.test_weighed_runs import batches_of, padded, same, sums, texts
 from tests.callbacks.calibration_modules import trainer
@@ -66,7 +66,7 @@ def test_a_token_counts_the_squared_gradient_of_the_output_times_random_signs():
     model = Trunk(lambda hidden: hidden * torch.arange(1.0, 17))
     hidden = model.inner(X)
     output = model.output(hidden.tanh())
-    signs = random_signs(output.shape[1:], 0, "cpu").expand(output.shape).float()
+    signs = ProbeSigns().of_call(output, None, (X,), {}, by_sample=True).float()
     (gradient,) = torch.autograd.grad(output, hidden, signs)
     same(sums(model, [{"x": X}]).double(), weighed_by_hand(gradient))
 
@@ -92,8 +92,10 @@ def test_of_several_tensors_large_numbers_count_by_their_size_in_a_sample():
     boxes, scores = output["boxes"], output["scores"]
     size = boxes.detach().square().mean((1, 2), keepdim=True).sqrt()
     assert float(size.min()) > 1
-    probes = [random_signs(each.shape[1:], number, "cpu") for number, each in enumerate((boxes, scores))]
-    (gradient,) = torch.autograd.grad((boxes, scores), hidden, (probes[0] / size, probes[1].expand(scores.shape) * 1.0))
+    signs = ProbeSigns()
+    probes = [signs.of_call(boxes, None, (X,), {}, by_sample=True) / size]
+    probes.append(signs.of_call(scores, None, (X,), {}, number=1, by_sample=True).float())
+    (gradient,) = torch.autograd.grad((boxes, scores), hidden, probes)
     same(sums(model, [{"x": X}]).double(), weighed_by_hand(gradient))
 
 
