@@ -1,6 +1,7 @@
 """Whole calibrations on the pretend device: the CPU's bits, no mixed device, and what each may ask of the device."""
 
 from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
@@ -54,14 +55,26 @@ def watched(path: Calibration):
     return *calibrate(path, DEVICE, watch=watch), counted
 
 
+@cache
+def in_memory(name):
+    """What the CPU gives, once for all tests."""
+    return calibrate(CALIBRATIONS[name])
+
+
+@cache
+def on_the_device(name):
+    """What the device gives, and what it was asked for, once for all tests."""
+    return watched(CALIBRATIONS[name])
+
+
 @pytest.mark.filterwarnings("ignore:.*needs no data")
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_a_calibration_has_the_cpus_bits_within_its_budget(name):
     path = CALIBRATIONS[name]
-    expected, logits = calibrate(path)
-    found, on_the_device, counted = watched(path)
+    expected, logits = in_memory(name)
+    found, logits_there, counted = on_the_device(name)
     assert_same_bits(found.qparams, expected.qparams, name)
-    assert_same_bits({"logits": on_the_device}, {"logits": logits}, name)
+    assert_same_bits({"logits": logits_there}, {"logits": logits}, name)
     assert found.result.input_ranges == expected.result.input_ranges
     assert found.result.chosen_input_ranges == expected.result.chosen_input_ranges
     assert found.result.expert_tokens == expected.result.expert_tokens
@@ -74,21 +87,21 @@ def test_a_calibration_has_the_cpus_bits_within_its_budget(name):
 @pytest.mark.filterwarnings("ignore:.*needs no data")
 @pytest.mark.parametrize("name", ["FP8", "histogram", "mse", "W4A16 imatrix_mse", "W4A16 hessian", "NVFP4"])
 def test_the_host_does_not_read_more_of_more_modules(name):
-    few, many = (
-        watched(CALIBRATIONS[name]._replace(model=lambda layers=layers: llama(layers)))[2]["finalize"]
-        for layers in (1, 2)
-    )
-    assert few.reads.total() == many.reads.total()
+    _, _, of_one_layer = watched(CALIBRATIONS[name]._replace(model=lambda: llama(1)))
+    _, _, of_two_layers = on_the_device(name)
+    assert of_one_layer["finalize"].reads.total() == of_two_layers["finalize"].reads.total()
 
 
 @pytest.mark.parametrize("name", ["experts, FP8", "experts, FP8, minmax, token mask", "experts, FP8, all tokens"])
 def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_experts(name):
-    def asked(experts):
-        counts = watched(CALIBRATIONS[name]._replace(model=lambda: mixture(experts)))[2]["batch"]
+    def asked(counted):
+        counts = counted["batch"]
         launches = {place: count for place, count in counts.launches.items() if place.startswith("observers/")}
         return sum(launches.values()), counts.uploads.total()
 
-    assert asked(4) == asked(8)
+    _, _, of_four = on_the_device(name)
+    _, _, of_eight = watched(CALIBRATIONS[name]._replace(model=lambda: mixture(8)))
+    assert asked(of_four) == asked(of_eight)
 
 
 def test_what_waits_for_other_experts_is_forgotten_with_the_hooks():
@@ -133,7 +146,7 @@ def by_device_map(model):
     ("name", "place"), [("FP8", by_hooks), ("histogram", by_device_map), ("W4A16 hessian", by_device_map)]
 )
 def test_a_model_that_lies_on_two_devices_has_the_cpus_qparams(name, place):
-    expected, logits = calibrate(CALIBRATIONS[name])
+    expected, logits = in_memory(name)
     found, there = calibrate(CALIBRATIONS[name], DEVICE, place=place)
     assert_same_bits(found.qparams, expected.qparams)
     assert_same_bits({"logits": there}, {"logits": logits})

@@ -21,7 +21,7 @@ def run(folder, batches, *overrides):
 
 
 @pytest.mark.parametrize(("batches", "expected"), SIZES)
-def test_fp8_is_within_5_percent_and_reloads_with_the_same_logits(batches, expected, tmp_path):
+def test_fp8_is_within_5_percent_and_reloads_with_the_same_logits(batches, expected, tmp_path, verified_here):
     report, output = run(tmp_path / "run", batches, "scheme=fp8")
     before, after = report["perplexity"]
     assert before == pytest.approx(expected, rel=0.02)  # the text differs a little by version of Python

@@ -34,13 +34,13 @@ def moe_run(moe_folder, composed, tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_are_quantized_and_the_checkpoint_gives_the_same_logits(moe_run, tmp_path, capsys):
+def test_experts_are_quantized_and_the_checkpoint_gives_the_same_logits(moe_run, tmp_path, capsys, verified_here):
     moe_run("scheme=w4a16", f"export.folder={tmp_path / 'out'}")
     assert "largest difference of logits 0.0" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_experts_that_stay_stacked_give_the_same_logits(moe_run, moe_folder, tmp_path, capsys):
+def test_experts_that_stay_stacked_give_the_same_logits(moe_run, moe_folder, tmp_path, capsys, verified_here):
     vocabulary = json.loads((moe_folder / "config.json").read_text())["vocab_size"]
     tiny_moe("gpt_oss", vocab_size=vocabulary, hidden_size=64, intermediate_size=64).save_pretrained(moe_folder)
     ignore = "ignore=[lm_head,'re:.*experts']"

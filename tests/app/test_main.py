@@ -101,7 +101,7 @@ def test_a_size_of_files_that_is_none_is_refused_before_the_model_is_loaded(comp
 
 
 @pytest.mark.slow
-def test_weights_are_written_to_files_of_the_size_that_is_asked_for(composed, tmp_path):
+def test_weights_are_written_to_files_of_the_size_that_is_asked_for(composed, tmp_path, verified_here):
     small = ("scheme=w8a8", "evaluate=false", "report.layer_error_batches=0")
     run(composed(*small, "export.max_shard_size=20KB"))
     assert len(list((tmp_path / "run" / "checkpoint").glob("model-*.safetensors"))) > 1

@@ -80,7 +80,7 @@ def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, c
 
 @pytest.mark.slow
 def test_candidates_with_observers_and_rounding_are_planned_exported_and_taken_again(
-    composed, command_line, tmp_path, capsys
+    composed, command_line, tmp_path, capsys, verified_here
 ):
     scheme = f"scheme: {{{W4}}}"
     candidates = (
@@ -103,7 +103,7 @@ def test_candidates_with_observers_and_rounding_are_planned_exported_and_taken_a
 
 
 @pytest.mark.slow
-def test_observers_with_rounding_are_chosen_and_exported(composed, capsys):
+def test_observers_with_rounding_are_chosen_and_exported(composed, capsys, verified_here):
     candidates = "task.candidates={weight: [imatrix_mse, {name: hessian, signed: true, rounding: gptq}]}"
     run(composed("task=observers", "scheme=w4a16", "group_size=32", candidates))
     output = capsys.readouterr().out

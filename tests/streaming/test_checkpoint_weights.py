@@ -313,9 +313,15 @@ def with_unknown(folder):
     return folder
 
 
+@pytest.fixture
+def warm_workers(monkeypatch):
+    """Workers are forks of a process that has imported torch; tests/app/test_weights.py starts them as users do."""
+    monkeypatch.setattr(worker_processes, "get_context", lambda method: warm_context())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["W4A16", pytest.param("NVFP4A16", marks=pytest.mark.nightly)])
-def test_workers_write_the_files_of_one_process(scheme, tmp_path):
+def test_workers_write_the_files_of_one_process(scheme, tmp_path, warm_workers):
     folder = with_unknown(tiny_llama(tmp_path / "model"))
     quantize_checkpoint(folder, tmp_path / "one", scheme, ignore=IGNORE, max_shard_size="50KB")
     told = []
@@ -347,12 +353,6 @@ def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
     found = run_ranks(on_rank, 2, folder, tmp_path / "three", "fails_elsewhere")
     assert all(text.startswith("rank 1: RuntimeError: no memory: model.layers.") for text in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two"]
-
-
-@pytest.fixture
-def warm_workers(monkeypatch):
-    """Workers start as forks of a process that has imported torch; the tests above start them as the package does."""
-    monkeypatch.setattr(worker_processes, "get_context", lambda method: warm_context())
 
 
 @pytest.mark.slow
