@@ -229,7 +229,7 @@ benchmarks: $(VENV)/.installed-test
 	$(BIN)/python benchmarks/cost/ranks.py
 	$(BIN)/python benchmarks/cost/qat_step.py
 	$(BIN)/python benchmarks/equality/qat_gradients.py
-	$(BIN)/python benchmarks/accuracy/qat_recovery.py
+	$(BIN)/python benchmarks/accuracy/qat_recovery.py --model $$($(BIN)/python benchmarks/accuracy/unquantized_model.py)
 
 # Time, ranges and quality beside llm-compressor's, in its environment.
 benchmarks-parity: .venv-parity/.installed

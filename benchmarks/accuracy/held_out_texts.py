@@ -60,12 +60,7 @@ class BlockTexts:
         data = TextData(tokenizer, path=path, batches=batches, eval_batches=eval_batches, tokens=tokens)
         self.calibration = [block["input_ids"] for block in data.calibration]
         self.held_out = {SAME_KIND: [block["input_ids"] for block in data.held_out]}
-        calibration_runs = HeldOutRuns([torch.cat(self.calibration)])
-        for name, documents in other_kinds().items():
-            ids = torch.tensor(token_ids(documents, tokenizer))
-            apart = ids[calibration_runs.positions_apart(ids)]
-            whole_blocks = min(eval_batches, len(apart) // tokens)
-            self.held_out[name] = list(apart[: whole_blocks * tokens].split(tokens))
+        self.held_out |= blocks_of_other_kinds(tokenizer, self.calibration, eval_batches, tokens)
 
 
 class SentenceTexts:
@@ -98,6 +93,27 @@ class SentenceTexts:
         if len(apart) < count:
             sys.exit(f"there are {len(apart)} paragraphs to calibrate on, and {count} were asked for: lower --batches")
         self.calibration = apart[:count]
+
+
+def blocks_of_other_kinds(
+    tokenizer: Any, used: Sequence[torch.Tensor], count: int, tokens: int
+) -> dict[str, list[torch.Tensor]]:
+    """Blocks of the texts of other kinds, by the name of the text.
+
+    Args:
+        tokenizer: of transformers.
+        used: token ids of what is calibrated or trained on, of which no run is held out.
+        count: blocks of each text; fewer where the text is shorter.
+        tokens: in a block.
+    """
+    used_runs = HeldOutRuns([torch.cat(list(used))])
+    held_out = {}
+    for name, documents in other_kinds().items():
+        ids = torch.tensor(token_ids(documents, tokenizer))
+        apart = ids[used_runs.positions_apart(ids)]
+        whole_blocks = min(count, len(apart) // tokens)
+        held_out[name] = list(apart[: whole_blocks * tokens].split(tokens))
+    return held_out
 
 
 def other_kinds() -> dict[str, list[str]]:
