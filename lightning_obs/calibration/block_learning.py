@@ -1,11 +1,11 @@
-"""Learn the rounding of a block's weights, so that its outputs come close to the block's in full precision.
+"""Learn the scales of a block's rounded weights, so that its outputs come close to the block's in full precision.
 
 The block runs on the inputs that the quantized blocks before it give, and is held against what the unquantized block
 gives on unquantized inputs: its weights make up for errors of the blocks before. Each step runs a few batches, with the
-weights as they are rounded now, and moves numbers and scales against the signs of their gradients
-(:class:`.LearnedWeight`). The model's own weights take no gradient and do not change.
+weights as they are scaled now, and moves the scales against the signs of their gradients (:class:`.LearnedWeight`). The
+numbers stay as the rounding left them; the model's own weights take no gradient and do not change.
 
-Ranks draw batches of their own and add up their gradients, so that all end with the same numbers.
+Ranks draw batches of their own and add up their gradients, so that all end with the same scales.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.model.module_qparams import ROUNDED, get_scheme, read_qparams, write_qparams
-from lightning_obs.model.weight import held
-from lightning_obs.numerics.learned_rounding import LearnedNumbers, LearnedWeight
+from lightning_obs.numerics.learned_rounding import LearnedWeight
 from lightning_obs.numerics.qparams import rounding_of
 from lightning_obs.numerics.rounding_options import RoundingOptions
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
@@ -69,7 +68,7 @@ class _BlockRun:
             yield cls(block, caches)
 
     def set_weights(self, weights: _Weights) -> list[torch.Tensor]:
-        """Let the block compute with the weights as they are rounded now; returns them, as leaves of a new graph."""
+        """Let the block compute with the weights as they are scaled now; returns them, as leaves of a new graph."""
         leaves = []
         for module, weight in weights.items():
             own_weight: Any = module.weight
@@ -88,10 +87,9 @@ class _BlockRun:
 
 
 class BlockLearning:
-    """Learns the rounding of one block after the other. A :class:`.StepwiseCalibration` calls it with each block.
+    """Learns the scales of one block after the other. A :class:`.StepwiseCalibration` calls it with each block.
 
-    Modules whose scheme asks for it get new numbers, and new scales where steps can move them, unless those that they
-    had lose less.
+    Modules whose scheme asks for it get new scales, unless those that they had lose less.
 
     Args:
         collectives: of this rank; every rank calls it with the same blocks.
@@ -101,7 +99,7 @@ class BlockLearning:
         self._collectives = collectives
 
     def __call__(self, block: BlockData) -> None:
-        """Learn the numbers of a block's weights, and write them to its modules.
+        """Learn the scales of a block's weights, and write them to its modules.
 
         Raises:
             CalibrationError: the block's output has no tensor, or is not finite in full precision.
@@ -115,16 +113,16 @@ class BlockLearning:
             weights = {target.module: _learned_weight(target) for target in targets}
         with _BlockRun.of(block, list(weights)) as run:
             best = self._learn(run, weights, options)
-        for module, numbers in best.items():
-            _write(module, numbers)
+        for module, scale in best.items():
+            _write(module, scale)
 
-    def _learn(self, run: _BlockRun, weights: _Weights, options: RoundingOptions) -> dict[nn.Module, LearnedNumbers]:
-        """Take the steps, whose lengths decay to zero linearly; returns the numbers with the least error.
+    def _learn(self, run: _BlockRun, weights: _Weights, options: RoundingOptions) -> dict[nn.Module, torch.Tensor]:
+        """Take the steps, whose lengths decay to zero linearly; returns the scales with the least error.
 
         The error over all batches is taken before the first step and after each quarter of the steps.
         """
         minibatches = _minibatches(run.block, options.samples, self._collectives.size)
-        best: dict[nn.Module, LearnedNumbers] = {}  # those that the modules have
+        best: dict[nn.Module, torch.Tensor] = {}  # those that the modules have
         least = self._mean_error(run, weights)
         if not least < math.inf:
             raise CalibrationError("the outputs of this block are not finite", where=[run.block.name])
@@ -132,18 +130,18 @@ class BlockLearning:
             left = 1 - (step - 1) / options.steps
             gradients = self._gradients(run, weights, next(minibatches))
             for weight, gradient in zip(weights.values(), gradients, strict=True):
-                weight.step(gradient, options.learning_rate * left, options.scale_rate * left)
+                weight.step(gradient, options.first_length * left)
             run.block.report(f"{run.block.name or 'the model'}: step {step} of {options.steps}")
             ends_quarter = _CHECKS * step // options.steps > _CHECKS * (step - 1) // options.steps
             if ends_quarter:
                 error = self._mean_error(run, weights)
                 if error < least:
                     least = error
-                    best = {module: weight.numbers() for module, weight in weights.items()}
+                    best = {module: weight.scale() for module, weight in weights.items()}
         return best
 
     def _gradients(self, run: _BlockRun, weights: _Weights, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The gradients of the squared error over the batches of all ranks, at the weights as they are rounded now."""
+        """The gradients of the squared error over the batches of all ranks, at the weights as they are scaled now."""
         gradients: list[torch.Tensor] = []
         with on_all_ranks(self._collectives):
             leaves = run.set_weights(weights)
@@ -178,7 +176,7 @@ class BlockLearning:
 
 
 def _learning_of(target: PlannedModule) -> RoundingOptions | None:
-    """How the rounding of a module's weight is learned; None: it is not, or the module is not quantized."""
+    """How a module's scales are learned; None: they are not, or the module is not quantized."""
     args = target.args.get("weight")
     if args is None or get_scheme(target.module) is None:
         return None
@@ -187,22 +185,20 @@ def _learning_of(target: PlannedModule) -> RoundingOptions | None:
 
 
 def _learned_weight(target: PlannedModule) -> LearnedWeight:
-    """A module's weight, beginning at the numbers that it has: a rounding's, or the nearest."""
+    """The rounded weight of a module, with the scale that it has."""
     qparams: Any = {}
     for name, value in read_qparams(target.module).items():
         if name.startswith("weight_"):
             qparams[name.removeprefix("weight_")] = value
-    codes = qparams.pop(ROUNDED.removeprefix("weight_"), None)
-    with held(target.module) as matrix:
-        assert matrix is not None  # it has a scale
-        return LearnedWeight(matrix, qparams, target.args["weight"], codes)
+    codes = qparams.pop(ROUNDED.removeprefix("weight_"))
+    return LearnedWeight(codes, qparams, target.args["weight"])
 
 
-def _write(module: nn.Module, numbers: LearnedNumbers) -> None:
-    """Put learned numbers and scales on a module."""
+def _write(module: nn.Module, scale: torch.Tensor) -> None:
+    """Put learned scales on a module."""
     scheme = get_scheme(module)
     assert scheme is not None
-    qparams = read_qparams(module) | {"weight_scale": numbers.scale, ROUNDED: numbers.codes}
+    qparams = read_qparams(module) | {"weight_scale": scale}
     write_qparams(module, scheme, qparams)
 
 

@@ -139,7 +139,7 @@ def require_steps_possible(observation: Observation) -> None:
     refuse(
         [target.name for target in observation.plan.targets if not _can_be_learned(target)],
         "learned rounding moves scales, and these are powers of two, or one per tensor",
-        remedy="{'name': 'gptq', 'inputs': 'quantized'}; or move numbers: {'name': 'learned', 'learning_rate': 0.001}.",
+        remedy="rounding={'name': 'gptq', 'inputs': 'quantized'}.",
     )
     refuse(elsewhere, f"{subject}, with its weights whole and in memory", remedy=remedy)
     refuse(others, f"{subject}, and attention states and outputs are not observed there", remedy=remedy)
@@ -148,12 +148,12 @@ def require_steps_possible(observation: Observation) -> None:
 
 
 def _can_be_learned(target: PlannedModule) -> bool:
-    """Whether learning moves anything of a module's weight, where it is asked for."""
+    """Whether a module's scale can move, where it is to be learned."""
     args = target.args.get("weight")
     rounding = None if args is None else rounding_of(args)
     if args is None or rounding is None or not rounding.is_learned:
         return True
-    return rounding.learning_rate > 0 or can_learn_scale(args)
+    return can_learn_scale(args)
 
 
 class StepwiseCalibration:

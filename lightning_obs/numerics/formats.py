@@ -182,28 +182,6 @@ class NumberGrid(NamedTuple):
         rounder = power.mul_(1.5 * 2.0 ** (23 - self.number.mantissa))
         return near.add_(rounder).sub_(rounder)
 
-    def gap(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The distance of each number of the format to its neighbour on the side of zero; of zero, to both.
-
-        Learned rounding moves numbers by it.
-
-        Args:
-            numbers: of the format, in float32.
-
-        Returns:
-            In the shape of ``numbers``; for integers a scalar.
-
-        >>> grid = NumberGrid.of(QuantizationArgs(num_bits=4, type="float"))
-        >>> grid.gap(torch.tensor([0.0, 1.0, -2.0, 3.0, 6.0]))
-        tensor([0.5000, 0.5000, 0.5000, 1.0000, 2.0000])
-        """
-        if self.number is None:
-            return torch.ones((), device=numbers.device)
-        below = numbers.abs() * (1 - 2.0 ** -(self.number.mantissa + 2))  # of a power of two, in the binade before
-        smallest = torch.full_like(below, 2.0**self.number.smallest)
-        _, exponents = torch.frexp(torch.maximum(below, smallest))
-        return torch.ldexp(torch.ones_like(below), exponents - 1 - self.number.mantissa)
-
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:

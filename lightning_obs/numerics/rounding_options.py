@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from lightning_obs.errors import CalibrationError
@@ -19,8 +19,8 @@ class RoundingOptions:
     """The options of a rounding. They check themselves.
 
     Args:
-        name: ``"gptq"``, or ``"learned"``: beginning at what GPTQ gives, signed gradient steps move scales, and
-            numbers, so that each block's outputs come close to those in full precision (:class:`.LearnedWeight`).
+        name: ``"gptq"``, or ``"learned"``: beginning at what GPTQ gives, signed gradient steps move the scales, so that
+            each block's outputs come close to those in full precision (:class:`.LearnedWeight`).
         act_order: round columns in the order of the Hessian's diagonal, largest first; off: as stored.
         damping: share of the mean of the Hessian's diagonal that is added to it, at least 0.
         inputs: the inputs by which a weight is rounded: ``"full_precision"``, those of the unquantized model, or
@@ -30,10 +30,8 @@ class RoundingOptions:
             (:func:`.corrected_target`). None: 0.25 on quantized inputs, else 0.
         steps: of learning, for each block.
         samples: that a step runs at least, on all ranks together. Batches are run whole.
-        scale_learning_rate: by how much the first step moves the logarithm of each scale; lengths decay to zero. None:
+        learning_rate: by how much the first step moves the logarithm of each scale; lengths decay to zero. None:
             ``0.1 / steps``.
-        learning_rate: by how much the first step moves each number towards its neighbour, as a share of the way; 0:
-            numbers stay.
 
     Raises:
         CalibrationError: a value outside of these.
@@ -44,20 +42,19 @@ class RoundingOptions:
     damping: float = 0.1
     inputs: Literal["full_precision", "quantized"] | None = None
     correction: float | None = None
-    steps: int = 200
+    steps: int = 50
     samples: int = 8
-    scale_learning_rate: float | None = None
-    learning_rate: float = 0.0
+    learning_rate: float | None = None
 
     def __post_init__(self) -> None:
         if not self._is_valid():
-            raise _refusal(asdict(self))
+            raise _refusal(self._as_written())
         if self.inputs is None:
             self._default("inputs", "quantized" if self.is_learned else "full_precision")
         if self.correction is None:
             self._default("correction", _CORRECTION if self.on_quantized_inputs else 0.0)
-        if self.scale_learning_rate is None:
-            self._default("scale_learning_rate", 2 * _DISTANCE / self.steps)
+        if self.learning_rate is None:
+            self._default("learning_rate", 2 * _DISTANCE / self.steps)
 
     @classmethod
     def of(cls, option: str | Mapping[str, Any]) -> RoundingOptions:
@@ -83,10 +80,19 @@ class RoundingOptions:
         return self.name == "learned"
 
     @property
-    def scale_rate(self) -> float:
-        """``scale_learning_rate``, which is known by now."""
-        assert self.scale_learning_rate is not None
-        return self.scale_learning_rate
+    def first_length(self) -> float:
+        """``learning_rate``, which is known by now."""
+        assert self.learning_rate is not None
+        return self.learning_rate
+
+    def _as_written(self) -> Any:
+        """The name, or the fields that are no defaults."""
+        written = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                written[field.name] = value
+        return self.name if written.keys() <= {"name"} else {"name": self.name} | written
 
     def _default(self, field: str, value: Any) -> None:
         """Give a field that is None its value."""
@@ -111,10 +117,8 @@ class RoundingOptions:
         for count in (self.steps, self.samples):
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 return False
-        for rate in (self.learning_rate, self.scale_learning_rate):
-            if rate is not None and not (isinstance(rate, (int, float)) and 0 <= rate <= 1):
-                return False
-        return True
+        rate = self.learning_rate
+        return rate is None or (isinstance(rate, (int, float)) and 0 <= rate <= 1)
 
 
 def _refusal(option: Any) -> CalibrationError:
@@ -123,6 +127,6 @@ def _refusal(option: Any) -> CalibrationError:
         got=repr(option),
         expected="None, 'gptq', or a dict: {'name': 'gptq', 'act_order': True, 'damping': 0.1, "
         "'inputs': 'full_precision' or 'quantized', 'correction': with quantized inputs, 0 to 1}; or with "
-        "quantized inputs {'name': 'learned', 'steps': 200, 'samples': 8, 'scale_learning_rate': 0 to 1, "
-        "'learning_rate': 0 to 1} and the options of gptq",
+        "quantized inputs {'name': 'learned', 'steps': 50, 'samples': 8, 'learning_rate': 0 to 1} and the "
+        "options of gptq",
     )

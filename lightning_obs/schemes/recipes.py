@@ -65,6 +65,7 @@ class Recipe:
         symmetric_weights: for weights in integers of fewer than 8 bits without a zero point.
         asymmetric_weights: for weights in integers of fewer than 8 bits with a zero point.
         nvfp4_weights: for weights in four-bit floats with a global scale.
+        mx_weights: for weights in floats of fewer than 8 bits in groups, MX formats above all.
         integer_inputs: the observer of inputs in integers that are not dynamic: its ``name`` and hyperparameters.
     """
 
@@ -72,6 +73,7 @@ class Recipe:
     symmetric_weights: WeightChoice | None = None
     asymmetric_weights: WeightChoice | None = None
     nvfp4_weights: WeightChoice | None = None
+    mx_weights: WeightChoice | None = None
     integer_inputs: Mapping[str, Any] | None = None
 
     @classmethod
@@ -107,16 +109,22 @@ class Recipe:
         weights = group.weights
         if weights is None:
             return None
-        if weights.type == QuantizationType.FLOAT:
-            return self.nvfp4_weights if weights.strategy == QuantizationStrategy.TENSOR_GROUP else None
         if weights.num_bits >= 8:
             return None
+        if weights.type == QuantizationType.FLOAT:
+            return self._for_floats(weights)
         if not weights.symmetric:
             return self.asymmetric_weights
         if group.input_activations is None or self.symmetric_weights is None:
             return self.symmetric_weights
         # A kernel of vLLM for quantized inputs reads negative scales wrongly.
         return self.symmetric_weights.without("signed")
+
+    def _for_floats(self, weights: QuantizationArgs) -> WeightChoice | None:
+        """The choice for weights in floats of fewer than 8 bits."""
+        if weights.strategy == QuantizationStrategy.TENSOR_GROUP:
+            return self.nvfp4_weights
+        return self.mx_weights if weights.strategy == QuantizationStrategy.GROUP else None
 
     def for_inputs(self, inputs: QuantizationArgs | None) -> Mapping[str, Any] | None:
         """The observer for the inputs of a group of a scheme; None: the scheme's own."""
@@ -153,7 +161,7 @@ class Recipe:
 
 RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
 
-_WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights")
+_WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights", "mx_weights")
 _ROUNDING = {"name": "gptq"}
 
 RECIPES = {
@@ -162,6 +170,7 @@ RECIPES = {
         symmetric_weights=WeightChoice({"name": "memoryless_mse", "signed": True}),
         asymmetric_weights=WeightChoice({"name": "memoryless_mse"}),
         nvfp4_weights=WeightChoice({"name": "nvfp4_expanded_mse"}),
+        mx_weights=WeightChoice({"name": "memoryless_mse"}),
     ),
     "accurate": Recipe(
         "accurate",
@@ -170,6 +179,7 @@ RECIPES = {
         ),
         asymmetric_weights=WeightChoice({"name": "imatrix_mse", "norm": 2.0, "weigh_tokens": True}, _ROUNDING),
         nvfp4_weights=WeightChoice({"name": "nvfp4_expanded_imatrix", "norm": 2.0, "weigh_tokens": True}, _ROUNDING),
+        mx_weights=WeightChoice({"name": "imatrix_mse", "norm": 2.0, "weigh_tokens": True}, _ROUNDING),
         integer_inputs={"name": "histogram"},
     ),
 }
