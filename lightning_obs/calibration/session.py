@@ -287,7 +287,7 @@ class CalibrationSession:
             if self._kept_calls is None:
                 result = finalize(self.observation, weights, activations)
             else:
-                result = self._run_kept_calls(self._kept_calls)
+                result = _run_kept_calls(self.observation, self._kept_calls)
         result.seconds = time.perf_counter() - started
         self.result = result
         if activations:
@@ -301,14 +301,6 @@ class CalibrationSession:
                 f"(observers={{'weight': 'imatrix_mse'}}), and by rounding='gptq'."
             )
         return result
-
-    def _run_kept_calls(self, kept_calls: KeptCalls) -> CalibrationResult:
-        """Calibrate on quantized inputs, and release the kept calls."""
-        kept_calls.warn_of_calls_left_out()
-        try:
-            return calibrate_on_quantized_inputs(self.observation, kept_calls, kept_calls.token_weights)
-        finally:
-            kept_calls.release()
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
@@ -367,6 +359,15 @@ class CalibrationSession:
 def _identity_without_format(scheme: QuantizationScheme) -> str:
     """What a scheme says of numbers; its format is set once it is written to a module."""
     return scheme_identity(scheme.model_copy(update={"format": None}))
+
+
+def _run_kept_calls(observation: Observation, kept_calls: KeptCalls) -> CalibrationResult:
+    """Calibrate on quantized inputs, and release the kept calls."""
+    kept_calls.warn_of_calls_left_out()
+    try:
+        return calibrate_on_quantized_inputs(observation, kept_calls, kept_calls.token_weights)
+    finally:
+        kept_calls.release()
 
 
 class _WrittenQParams:

@@ -7,6 +7,7 @@ whose statistic is the rounded weight. Every rank ends with all of them, a byte 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -21,17 +22,30 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import Statistic, observing
 
 
+@dataclass(frozen=True)
+class GatheredProducts:
+    """What data has told of a module, by which its weight is rounded.
+
+    Attributes:
+        hessian: ``sum x x^T`` of the module's inputs, ``(C, C)``.
+        output_hessian: ``sum |x|^2 g g^T`` of the gradients at its outputs, ``(R, R)``; None: it was not gathered, and
+            rows are rounded one by one.
+        input_errors: ``sum (x - x~) x~^T`` of inputs x in full precision and quantized inputs x~, by which ``hessian``
+            was gathered, ``(C, C)``; None: the weight itself is rounded, not a corrected one.
+    """
+
+    hessian: torch.Tensor
+    output_hessian: torch.Tensor | None = None
+    input_errors: torch.Tensor | None = None
+
+
 class WeightRounding(Observer):
     """Rounds one weight, with its scales as they are stored.
 
     Args:
         args: say how the weight is quantized, and how to round it.
         qparams: ``{"weight_scale": tensor, ...}``.
-        hessian: ``sum x x^T`` of the module's inputs, ``(C, C)``.
-        output_hessian: ``sum |x|^2 g g^T`` of the gradients at its outputs, ``(R, R)``; None: it was not gathered, and
-            rows are rounded one by one.
-        input_errors: ``sum (x - x~) x~^T`` of inputs x in full precision and quantized inputs x~, by which ``hessian``
-            was gathered, ``(C, C)``; None: the weight itself is rounded, not a corrected one.
+        products: of the module.
 
     Attributes:
         rounded: the integers, ``(R, C)``, after the weight was observed.
@@ -44,15 +58,11 @@ class WeightRounding(Observer):
         self,
         args: QuantizationArgs,
         qparams: Mapping[str, torch.Tensor],
-        hessian: torch.Tensor,
-        output_hessian: torch.Tensor | None = None,
-        input_errors: torch.Tensor | None = None,
+        products: GatheredProducts,
     ) -> None:
         super().__init__("weight", args)
         self._qparams = {name.removeprefix("weight_"): value for name, value in qparams.items()}
-        self._hessian = hessian
-        self._output_hessian = output_hessian
-        self._input_errors = input_errors
+        self._products = products
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
@@ -63,8 +73,8 @@ class WeightRounding(Observer):
                 self._target(value, options),
                 qparams,
                 self.args,
-                self._hessian,
-                self._output_hessian,
+                self._products.hessian,
+                self._products.output_hessian,
                 act_order=options.act_order,
                 damping=options.damping,
             )
@@ -72,10 +82,11 @@ class WeightRounding(Observer):
 
     def _target(self, weight: torch.Tensor, options: RoundingOptions) -> torch.Tensor:
         """The matrix that is rounded: the weight, or one that makes up for a share of the errors of its inputs."""
-        if self._input_errors is None or not options.correction:
+        products = self._products
+        if products.input_errors is None or not options.correction:
             return weight
         return corrected_target(
-            weight, self._hessian, self._input_errors, damping=options.damping, share=options.correction
+            weight, products.hessian, products.input_errors, damping=options.damping, share=options.correction
         )
 
 
@@ -104,7 +115,8 @@ def make_roundings(
             continue
         output_hessian = getattr(data_observers.get((name, GRADIENTS)), "input_hessian", None)
         input_errors = getattr(data_observers.get((name, INPUT_ERRORS)), "input_errors", None)
-        roundings[key] = WeightRounding(observer.args, qparams[name], hessian, output_hessian, input_errors)
+        products = GatheredProducts(hessian, output_hessian, input_errors)
+        roundings[key] = WeightRounding(observer.args, qparams[name], products)
     if without_inputs:
         warn(
             "GPTQ needs inputs, and these modules got none; their weights are rounded to nearest: "
