@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lightning_obs.errors import CalibrationError
 
 #: the share of the difference of inputs that a rounding on quantized inputs makes up for
-_CORRECTION = 0.25
+_CORRECTION = 0.5
 #: how far all steps with the default learning rate move the logarithm of a scale together
 _DISTANCE = 0.05
 
@@ -27,7 +27,7 @@ class RoundingOptions:
             ``"quantized"``, those that the quantized modules before it give. The latter runs the model block by block.
             None: quantized where it is learned, which needs them, else in full precision.
         correction: on quantized inputs, the share, in [0, 1], of what they differ by that the rounding makes up for
-            (:func:`.corrected_target`). None: 0.25 on quantized inputs, else 0.
+            (:func:`.corrected_target`). None: 0.5 on quantized inputs, else 0.
         steps: of learning, for each block.
         samples: that a step runs at least, on all ranks together. Batches are run whole.
         learning_rate: by how much the first step moves the logarithm of each scale; lengths decay to zero. None:

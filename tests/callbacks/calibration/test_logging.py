@@ -43,8 +43,8 @@ def test_the_csv_logger_has_the_numbers_and_the_table(tmp_path):
     assert {row["input_observer"] for row in rows} == {"histogram"}
 
 
-@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "INT8_STATIC"])
-def test_the_seconds_of_fine_tuning_are_of_the_calibration_alone(scheme, tmp_path):
+@pytest.mark.parametrize(("scheme", "observed_steps"), [("FP8_DYNAMIC", 0), ("INT8_STATIC", 1)])
+def test_the_seconds_of_fine_tuning_are_of_the_calibration_alone(scheme, observed_steps, tmp_path):
     class Slow(Plain):
         def training_step(self, batch, batch_idx):
             time.sleep(0.3)
@@ -57,7 +57,7 @@ def test_the_seconds_of_fine_tuning_are_of_the_calibration_alone(scheme, tmp_pat
     wall = time.perf_counter() - started
     logged = float(fit.callback_metrics["quant/seconds"])
     assert logged == pytest.approx(callback.result.seconds, rel=1e-5)
-    assert 0 < logged < wall - 4 * 0.3
+    assert 0 < logged < wall - (4 - observed_steps) * 0.3
 
 
 def test_tensorboard_has_the_numbers_a_table_and_a_histogram(tmp_path):
@@ -103,7 +103,7 @@ def test_two_callbacks_log_under_names_of_their_own():
 
 
 def test_fine_tuning_logs_how_far_scales_move_and_how_far_logits_are(tmp_path):
-    callback = QuantizationAwareTraining("W8A8", distill=0.5, log=True)
+    callback = QuantizationAwareTraining("W8A8", distill=0.5, log=True, refresh_weights=True)
     run = trainer(callback, logger=CSVLogger(tmp_path), max_epochs=3, num_sanity_val_steps=0, log_every_n_steps=1)
     run.fit(Plain(), loader(), loader(2))
     assert 0 < run.callback_metrics["quant/scale_drift_mean"] <= run.callback_metrics["quant/scale_drift_max"] < 2

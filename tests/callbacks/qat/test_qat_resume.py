@@ -182,7 +182,7 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
     for _ in range(2):
         trainer(callback).validate(module, loader(), verbose=False)
         trainer(callback).test(module, loader(), verbose=False)
-        trainer(callback, max_epochs=1).fit(module, loader(), loader(seed=2))
+        trainer(callback, max_epochs=2).fit(module, loader(), loader(seed=2))
     values = [v for m in module.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
     assert not any(value.is_inference() for value in values)
 
