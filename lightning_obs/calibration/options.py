@@ -92,8 +92,8 @@ class CalibrationOptions:
             module's inputs (4 bytes per pair of channels), with ``weigh_tokens`` also the products of the gradients at
             its outputs. The weights of the model do not change: a module gets the numbers beside its scale. With
             ``"inputs": "quantized"`` the Hessian is that of the inputs which the quantized modules before give: the
-            model's calls are kept (2 GiB at most), and run again block by block; ``"correction"``, 0.25 there, is the
-            share of what the inputs differ by that the rounding makes up for. ``{"name": "learned", "steps": 200}``
+            model's calls are kept (2 GiB at most), and run again block by block; ``"correction"``, 0.5 there, is the
+            share of what the inputs differ by that the rounding makes up for. ``"learned"``
             begins there and learns scales block by block
             (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each group,
             beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest
