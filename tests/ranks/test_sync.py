@@ -184,14 +184,16 @@ class Products(Observer):
 
 
 def on_products(rank, widths):
-    reduction.BUCKET_BYTES = 8 * 64 * 64
     observers = {(f"layers.{i}", "input"): Products("input", INT8) for i in range(len(widths))}
     data = torch.Generator().manual_seed(rank)
     for width, observer in zip(widths, observers.values(), strict=True):
         observer(torch.randint(-9, 9, (5, width), generator=data).float())
     own = [observer.products for observer in observers.values()]
     collectives, calls, elements = counting(Collectives.of_group())
-    synced = sync_statistics(observers, collectives)
+    # Undone afterwards: this process runs other tests, too.
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(reduction, "BUCKET_BYTES", 8 * 64 * 64)
+        synced = sync_statistics(observers, collectives)
     now = [observer.products for observer in observers.values()]
     return own, now, calls["sum", torch.float64], elements["sum", torch.float64], synced.collectives
 

@@ -107,10 +107,11 @@ def test_sharded_weights_are_measured_as_whole_ones(strategy):
 
 def on_uneven(rank, strategy):
     like_torchrun(rank, 2)
-    quantized_validation.KEPT_BYTES = (4 if rank else 2) * 64  # a batch has 2 x 8 floats
     callback = calibration(evaluate=True, ignore=["re:experts.*"])
     run = sharded_trainer(callback, ranks=2) if strategy == "fsdp2" else trainer(callback, ranks=2)
-    with warnings.catch_warnings(record=True) as said:
+    # Undone afterwards: this process runs other tests, too.
+    with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings(record=True) as said:
+        patched.setattr(quantized_validation, "KEPT_BYTES", (4 if rank else 2) * 64)  # a batch has 2 x 8 floats
         warnings.simplefilter("always")
         run.validate(Sharded(), loader(samples(16)), verbose=False)
     return [str(one.message) for one in said]
