@@ -1,20 +1,21 @@
-"""The record of who reads which quantized output, a module or a function; :mod:`.quantized_outputs` fills and reads it.
+"""The record of which module or function reads which quantized output.
 
-An engine folds a batch norm into the convolution before it, and clips at the end of the range in place of a ReLU, so
-the integers that leave its kernel are those of the last module: an output that such a follower reads is not quantized.
-And an input that is a quantized output already keeps that output's range: quantizing it once more, with a range of its
-own, would only lose.
+Hooks of :mod:`.quantized_outputs` fill the record in the first batch, and ``finalize`` reads it there. From the record
+follows which outputs are quantized, and with which range:
 
-An output that nothing but ``F.relu`` reads needs no levels below zero: its range begins there, and an engine clips at
-the end of the range in place of the function.
+- A *follower* is a module that an engine folds into the convolution or product before it: a batch norm, or a ReLU,
+  which becomes the lower end of the output's range. The engine's kernel then returns the follower's output as integers.
+  So the output that a follower reads is not quantized; the follower's own output is.
+- An input that is already a quantized output takes that output's range. A second quantization with another range would
+  only add error.
+- An output that only ``F.relu`` reads needs no levels below zero: its range begins at zero, so the engine's clipping
+  replaces the function.
+- A sum of quantized outputs, rectified or not, is computed by no module. If a block returns the sum, as residual
+  blocks do, the block's output is quantized, and the engine adds integers.
+- timm's modules that normalize and activate call ``F.batch_norm`` and then submodules. The first of these submodules
+  follows the convolution, although a function stands between the two.
 
-A sum of quantized outputs, rectified or not, is no module's output, unless a block returns it, as residual blocks do:
-then the block's output is quantized, and an engine adds integers.
-
-A module may normalize and activate, as timm's do: it calls ``F.batch_norm``, and then modules of its own. The first of
-these follows the convolution, through the function.
-
-A module reads an output if it is given the very tensor that the other returned, and nothing was added to it in place.
+A module reads an output if its input is the tensor object that the other module returned, unchanged since then.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-#: operations whose results are the values above zero of their input, and zeros
+#: ATen operations that set negative values to zero
 _RECTIFIERS = (torch.ops.aten.relu.default, torch.ops.aten.relu_.default)
-#: F.batch_norm: under inference mode torch shows it whole
+#: the ATen operations of F.batch_norm: a dispatch mode sees the first one under inference mode, one of the others else
 _NORMS = (
     torch.ops.aten.batch_norm.default,
     torch.ops.aten.native_batch_norm.default,
@@ -38,26 +39,33 @@ _SUMS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
 class _Value(NamedTuple):
-    """What a tensor holds, as far as it is known: a quantized output, or a sum of them."""
+    """Describes the content of a tensor: a module's quantized output, or a sum of quantized outputs.
 
-    name: str | None  # of the module that returned it; None: a sum
-    is_rectified: bool = False  # whether a function has made its negative values zero
-    is_normalized: bool = False  # whether F.batch_norm has read it: no more the values of the output
-    first_sample: torch.Tensor = torch.empty(0)  # a copy
+    :class:`OutputReaders` keeps one for each such tensor.
+    """
+
+    name: str | None  # of the module that returned the output; None: the tensor is a sum
+    is_rectified: bool = False  # whether a function has set the negative values to zero
+    is_normalized: bool = False  # whether the tensor is the result of F.batch_norm on the output
+    first_sample: torch.Tensor = torch.empty(0)  # a copy of tensor[:1], which shows a change in place
 
 
 class OutputReaders:
     """The readers of quantized outputs, as one rank has seen them.
 
-    Hooks of planned outputs call :meth:`leave`, those of planned inputs and of followers :meth:`enter`, those of
-    transparent modules :meth:`pass_on`, those of blocks :meth:`judge_block`, and operations of torch :meth:`compute`
-    (:class:`.WatchedFunctions`). Finalize reads the attributes.
+    An observation makes one if its plan quantizes outputs (``Observation.of_model``). The hooks of
+    ``quantized_outputs.py`` call the ``note_...`` methods while the first batch runs. ``finalize`` adds the records of
+    the other ranks and reads the attributes.
 
     Attributes:
-        followed: names of the modules whose output a follower reads, or an inner module has quantized.
-        sources: by name of a module whose input is quantized, the name of the module whose output it reads; None: it
-            reads other tensors, too.
-        rectified: by name of a module whose output a function has read, whether ``F.relu`` alone has.
+        followed: names of the modules whose output is not quantized, because a follower reads it or because an inner
+            module has returned the same tensor. ``finalize`` adds blocks whose output is no sum, and followers that
+            the model never called.
+        sources: by name of a module whose input is quantized, the name of the module whose quantized output it reads;
+            None: it reads other tensors, or more than one output.
+        rectified: by name of a module whose output any ATen operation has read, whether all these operations were
+            ReLUs. The call of an ``nn.ReLU`` counts, too. If that module is a follower, the output before it is in
+            ``followed``, and its entry here has no effect.
         sums: by name of a block, whether all its outputs are sums of quantized outputs.
     """
 
@@ -66,11 +74,11 @@ class OutputReaders:
         self.sources: dict[str, str | None] = {}
         self.rectified: dict[str, bool] = {}
         self.sums: dict[str, bool] = {}
-        #: the values that are alive
+        #: by living tensor, what it holds
         self._values = WeakTensorKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no tensors: others run through it."""
+        """Leave the tensors out of a copy or pickle: the copied model computes its own."""
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -79,7 +87,10 @@ class OutputReaders:
         self.add([state])
 
     def state_dict(self) -> dict[str, Any]:
-        """What was seen, for other ranks and for a checkpoint."""
+        """The record as plain data.
+
+        ``finalize`` sends it to the other ranks, and a fit's checkpoint stores it while an observation is incomplete.
+        """
         return {
             "followed": sorted(self.followed),
             "sources": dict(self.sources),
@@ -88,10 +99,12 @@ class OutputReaders:
         }
 
     def add(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Add what others have seen: all ranks, or a run that is resumed.
+        """Merge other records into this one.
+
+        ``finalize`` calls this with the records of all ranks, and a resumed fit with the record of its checkpoint.
 
         Args:
-            states: of :meth:`state_dict`.
+            states: results of :meth:`state_dict`.
         """
         for state in states:
             self.followed.update(state["followed"])
@@ -104,36 +117,43 @@ class OutputReaders:
 
     @property
     def begin_at_zero(self) -> set[str]:
-        """Names of the modules whose output nothing but ``F.relu`` reads."""
+        """Names of the modules whose output no operation but a ReLU reads."""
         return {name for name, is_rectified in self.rectified.items() if is_rectified}
 
-    def leave(self, name: str, output: torch.Tensor) -> None:
-        """A module returns an output that is to be quantized, unless a module inside of it has returned it before."""
+    def note_output(self, name: str, output: torch.Tensor) -> None:
+        """Record that a module with a planned output returns ``output``.
+
+        If a submodule has returned the same tensor before, the submodule's output is quantized, and the outer module
+        goes to ``followed``.
+        """
         known = self._known(output)
         if known is not None and not known.is_normalized and (known.name or "").startswith(f"{name}."):
             self.followed.add(name)
         else:
             self.keep(_Value(name), output)
 
-    def judge_block(self, name: str, output: Any) -> None:
-        """A module of modules returns an output, which is to be quantized if it is a sum."""
+    def note_block_output(self, name: str, output: Any) -> None:
+        """Record whether the output that a block returns is a sum of quantized outputs: only then is it quantized."""
         value = self._known(output) if isinstance(output, torch.Tensor) else None
         is_sum = value is not None and value.name is None
         self.sums[name] = is_sum and self.sums.get(name, True)
 
-    def pass_on(self, value: torch.Tensor, output: torch.Tensor) -> None:
-        """A transparent module has been given a value, and returns an output."""
+    def note_passed_on(self, value: torch.Tensor, output: torch.Tensor) -> None:
+        """Record that a transparent module (max pooling, flatten) was given ``value`` and returns ``output``.
+
+        The output then holds whatever ``value`` holds.
+        """
         known = self._known(value)
         if known is not None:
             self.keep(known, output)
 
-    def enter(self, name: str, value: torch.Tensor, is_follower: bool) -> None:
-        """A module is given a value.
+    def note_input(self, name: str, value: torch.Tensor, is_follower: bool) -> None:
+        """Record which quantized output a module reads, before the module runs.
 
         Args:
-            name: of the module.
-            value: its input.
-            is_follower: whether an engine makes it a part of the module that it reads from.
+            name: of the module, whose input is quantized or which is a follower.
+            value: the module's input.
+            is_follower: whether an engine folds the module into the one whose output it reads.
         """
         known = self._known(value)
         source = None if known is None else known.name
@@ -142,15 +162,20 @@ class OutputReaders:
         elif source is not None:
             self.followed.add(source)
 
-    def compute(self, operation: Any, tensors: Iterable[torch.Tensor]) -> _Value | None:
-        """An operation is about to read tensors.
+    def note_operation(self, operation: Any, tensors: Iterable[torch.Tensor]) -> _Value | None:
+        """Record which quantized outputs an ATen operation reads, and return what its result will hold.
+
+        For each quantized output among the arguments, ``rectified`` notes whether the operation is a ReLU. Called by
+        :class:`.WatchedFunctions` before the operation runs.
 
         Args:
-            operation: of torch, an overload; None: the tensors leave the part of the model that is watched.
-            tensors: its arguments.
+            operation: the overload (``torch.ops.aten.relu.default``); None: the model returns the tensors, so an
+                unknown reader follows.
+            tensors: the tensors among the operation's arguments.
 
         Returns:
-            What its result holds, to be given to :meth:`keep` with it; None: it is not known.
+            The description of the result, which the caller gives to :meth:`keep` once the result exists; None: the
+            result is neither a quantized output nor a sum of quantized outputs.
         """
         values = [self._known(tensor) for tensor in tensors]
         is_rectifier = operation in _RECTIFIERS
@@ -169,21 +194,21 @@ class OutputReaders:
         return _Value(None) if operation in _SUMS and len(values) == 2 else None
 
     def keep(self, value: _Value, tensor: torch.Tensor) -> None:
-        """Note what a tensor holds now."""
+        """Record what ``tensor`` holds, until it is freed or changed in place."""
         self._values[tensor] = value._replace(first_sample=tensor[:1].clone())
 
     def _known(self, tensor: torch.Tensor) -> _Value | None:
-        """The value that a tensor holds, if it has not changed since."""
+        """What a tensor holds; None if nothing was recorded, or if its first sample has changed since."""
         value: _Value | None = self._values.get(tensor)
         if value is None or not torch.equal(tensor[:1], value.first_sample):
             return None
         return value
 
     def _add_source(self, name: str, source: str | None) -> None:
-        """Note that a module reads an output; None: another tensor."""
+        """Record in ``sources`` that a module reads the output of ``source``; None: it reads another tensor."""
         if self.sources.setdefault(name, source) != source:
             self.sources[name] = None
 
     def _add_function(self, name: str, is_rectifier: bool) -> None:
-        """Note that a function reads an output."""
+        """Record in ``rectified`` that an operation reads the output of the module ``name``."""
         self.rectified[name] = is_rectifier and self.rectified.get(name, True)

@@ -1,8 +1,9 @@
-"""Outputs of modules that engines keep in integers: who reads them, seen in the first batch, and what range they get.
+"""Module outputs that engines keep as integers: record in the first batch which module reads which, then set ranges.
 
-:func:`attach_readers` registers hooks that fill the record of :mod:`.output_readers` while the model runs, and
-:class:`WatchedFunctions` shows it the operations that torch runs, in the user's model and unchanged. Finalize then asks
-for the ranges that follow from who reads what.
+A session calls :func:`attach_readers` when it attaches its hooks and the scheme quantizes outputs (INT8_ONNX,
+INT8_TENSORRT). The hooks fill the record of :mod:`.output_readers`, which explains why the readers matter;
+:class:`WatchedFunctions` shows the record the ATen operations of the user's model. After the data, ``finalize`` calls
+:func:`settle_outputs`, :func:`qparams_from_zero` and :func:`ranges_of_sources`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lightning_obs.numerics.qparams import QParamsDict, compute_qparams
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.config import FOLLOWERS
 
-#: modules whose output has values of their input alone
+#: modules whose output holds only values of their input
 _TRANSPARENT = (
     nn.MaxPool1d,
     nn.MaxPool2d,
@@ -41,21 +42,23 @@ _TRANSPARENT = (
 
 
 def is_transparent(module: nn.Module) -> bool:
-    """Whether all values of the module's output are values of its input: pooling by the maximum, another shape."""
+    """Whether the module only selects or reshapes values of its input, so that its output keeps the input's range."""
     return type(module) in _TRANSPARENT
 
 
-#: fields of args in which two tensors must agree so that one can have the qparams of the other
+#: the fields of QuantizationArgs that an input and an output must share for the input to take the output's qparams
 _FORMAT = {"type", "num_bits", "symmetric", "strategy", "dynamic"}
 
 # ---------------------------------------------------------------------- who reads which output
 
 
 def attach_readers(observation: Observation, stack: ExitStack) -> None:
-    """Note in the first batch who reads which quantized output; called when the observers' hooks are on the model.
+    """Register the hooks that record in the first batch which module reads which quantized output.
+
+    Called when a session attaches, after the hooks of the observers are registered.
 
     Args:
-        observation: of a plan with outputs.
+        observation: its plan quantizes outputs, so it has ``calls.readers``.
         stack: removes the hooks when it closes.
     """
     readers = observation.calls.readers
@@ -64,27 +67,30 @@ def attach_readers(observation: Observation, stack: ExitStack) -> None:
     for target in observation.plan.targets:
         module = target.module
         if "output" in target.args:
-            if target.is_block:  # judged before its observer sees the output
-                hooks.keep(module, module.register_forward_hook(partial(hooks.judge_block, target.name), prepend=True))
-            # Adapters beside a weight are a part of it. After all other hooks: the next module is given what the last
-            # one returns.
+            if target.is_block:  # before the observer's hook, which observes the output only if it is a sum
+                on_block_output = partial(hooks.on_block_output, target.name)
+                hooks.keep(module, module.register_forward_hook(on_block_output, prepend=True))
+            # A module with LoRA adapters returns its output through the layer that adds them. The hook comes after all
+            # other hooks, because it needs the tensor that the next module will get.
             returning = adapters_of(module) or module
-            hooks.keep(returning, returning.register_forward_hook(partial(hooks.leave, target.name)))
+            hooks.keep(returning, returning.register_forward_hook(partial(hooks.on_output, target.name)))
         if "input" in target.args or target.is_follower:
-            enter = partial(hooks.enter, target.name, target.is_follower)
-            hooks.keep(module, module.register_forward_pre_hook(enter))
+            on_input = partial(hooks.on_input, target.name, target.is_follower)
+            hooks.keep(module, module.register_forward_pre_hook(on_input))
     for module in observation.model.modules():
         if is_transparent(module):
-            hooks.keep(module, module.register_forward_hook(hooks.pass_on))
+            hooks.keep(module, module.register_forward_hook(hooks.on_transparent_output))
     _attach_watch(hooks)
 
 
 class _ReaderHooks:
-    """The hooks that tell the readers what modules are given and return, in the first batch.
+    """The hooks that pass the inputs and outputs of modules to an :class:`.OutputReaders` in the first batch.
+
+    :func:`attach_readers` makes one and registers its methods.
 
     Args:
-        observation: has the model and its calls.
-        readers: of quantized outputs.
+        observation: of the model; its ``calls`` count the batches.
+        readers: the record to fill.
         stack: removes the hooks when it closes.
     """
 
@@ -94,48 +100,49 @@ class _ReaderHooks:
         self._stack = stack
 
     def keep(self, module: nn.Module, handle: RemovableHandle) -> None:
-        """Keep a hook out of copies of its module; the stack removes it."""
+        """Let ``stack`` remove a hook that was just registered, and leave the hook out of copies of its module."""
         self._stack.callback(keep_hook_out(module, handle))
 
     def are_due(self) -> bool:
-        """Whether this is the first batch, which is counted before it runs, or after."""
+        """Whether the first batch runs: some callers count a batch before it runs (1), others after it (0)."""
         return self.observation.calls.batches <= 1
 
-    def judge_block(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        """A hook of a block's output."""
+    def on_block_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of a block whose output is planned."""
         if self.are_due():
             with apart_from_model():
-                self.readers.judge_block(name, output)
+                self.readers.note_block_output(name, output)
 
-    def leave(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        """A hook of a planned output."""
-        is_quantized = self.readers.sums.get(name, True)  # a block's, if it is a sum
+    def on_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of a module, or block, whose output is planned."""
+        is_quantized = self.readers.sums.get(name, True)  # False: a block whose output is no sum
         if self.are_due() and is_quantized and isinstance(output, torch.Tensor):
             with apart_from_model():
-                self.readers.leave(name, output)
+                self.readers.note_output(name, output)
 
-    def enter(self, name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
-        """A hook of the input of a planned module, or of a follower."""
+    def on_input(self, name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
+        """Forward pre-hook of a module whose input is planned, or of a follower."""
         value = first_tensor(args)
         if self.are_due() and value is not None:
             with apart_from_model():
-                self.readers.enter(name, value, is_follower)
+                self.readers.note_input(name, value, is_follower)
 
-    def pass_on(self, _: nn.Module, args: Any, output: Any) -> None:
-        """A hook of a transparent module."""
+    def on_transparent_output(self, _: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook of a transparent module."""
         value = first_tensor(args)
         if self.are_due() and value is not None and isinstance(output, torch.Tensor):
             with apart_from_model():
-                self.readers.pass_on(value, output)
+                self.readers.note_passed_on(value, output)
 
 
 class WatchedFunctions(TorchDispatchMode):
-    """Shows each operation of torch in its ``with`` block to the readers of quantized outputs, and runs it as it is.
+    """A dispatch mode that shows each ATen operation to an :class:`.OutputReaders`, and runs the operation unchanged.
 
-    A call of the observed model is such a block, in the first batch.
+    In the first batch, hooks of :func:`_attach_watch` enter it at the outermost module call and leave it at the end of
+    that call.
 
     Args:
-        readers: of one session.
+        readers: the record of one session.
     """
 
     supports_higher_order_operators = True
@@ -145,13 +152,16 @@ class WatchedFunctions(TorchDispatchMode):
         self._readers = readers
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation; called by torch."""
+        """Run one operation, and record what it reads and what its result holds; torch calls this for every operation.
+
+        Operations of hooks and observers (:func:`.apart_from_model`) are not recorded.
+        """
         kwargs = kwargs or {}
         if is_apart_from_model():
             return func(*args, **kwargs)
         with apart_from_model():
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            value = self._readers.compute(func, tensors)
+            value = self._readers.note_operation(func, tensors)
         result = func(*args, **kwargs)
         if value is not None:
             with apart_from_model():
@@ -160,14 +170,15 @@ class WatchedFunctions(TorchDispatchMode):
 
 
 def _attach_watch(hooks: _ReaderHooks) -> None:
-    """Watch the functions of torch that read quantized outputs, from the outermost call of a module to its end.
+    """Register hooks that enter a :class:`WatchedFunctions` for the length of each outermost module call.
 
-    Each call is a block of its own, because the user's code may enter and leave other modes between two calls.
+    The outermost module is the model, or a part of it that the user's code calls by itself. The mode is entered anew
+    for each such call, because the user's code may enter and leave other dispatch modes between two calls.
     """
     calls = hooks.observation.calls
     readers = hooks.readers
     modes: list[WatchedFunctions] = []  # at most one
-    callers: list[nn.Module] = []  # the outermost module, as often as it is being called
+    callers: list[nn.Module] = []  # the outermost module, once for each of its calls that has not ended (recursion)
 
     def begin(module: nn.Module, args: Any) -> None:
         if not modes and hooks.are_due() and not calls.is_paused and not is_inside_quantized(module):
@@ -183,18 +194,19 @@ def _attach_watch(hooks: _ReaderHooks) -> None:
         callers.pop()
         if not callers:
             modes.pop().__exit__(None, None, None)
-            readers.compute(None, _tensors_in(output))
+            readers.note_operation(None, _tensors_in(output))
 
     for module in hooks.observation.model.modules():
         if isinstance(module, torch.jit.ScriptModule):  # takes no hooks
             continue
         hooks.keep(module, module.register_forward_pre_hook(begin))
-        # called after a forward that raises, too; before the hooks of sessions that began to watch earlier
+        # Always called, so that a forward that raises does not leave the mode entered. Prepended: modes are a stack, so
+        # the session that entered its mode last must leave first.
         hooks.keep(module, module.register_forward_hook(end, prepend=True, always_call=True))
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """All tensors in tuples, lists and dicts."""
+    """All tensors in nested tuples, lists and dicts."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -202,11 +214,17 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def settle_outputs(observation: Observation, readers: OutputReaders) -> set[str]:
-    """Leave outputs in float that are quantized behind their followers, once the readers of all ranks are known.
+    """Remove from the plan the outputs that are quantized behind a follower instead.
+
+    Called by ``finalize``, on every rank, after the records of all ranks were merged and before qparams are computed.
+
+    Args:
+        observation: its plan and observers lose these outputs.
+        readers: the merged record; its ``followed`` is completed.
 
     Returns:
-        Names of the modules whose output's range begins at zero: nothing but a ReLU reads it, and the scheme is for
-        engines that fold one.
+        Names of the modules whose output's range begins at zero, because only a ReLU reads the output. Empty for
+        schemes of engines that do not fold a ReLU.
     """
     readers.followed.update(_without_outputs(observation, readers))
     observation.drop_outputs(readers.followed)
@@ -214,15 +232,16 @@ def settle_outputs(observation: Observation, readers: OutputReaders) -> set[str]
 
 
 def qparams_from_zero(observer: Observer) -> QParamsDict:
-    """The qparams of an output that nothing but a ReLU reads: its range begins at zero."""
+    """The qparams of an output that only a ReLU reads: the observed range, with negative values cut off."""
     low, high = observer.get_min_max()
     return compute_qparams(low.clamp(min=0), high.clamp(min=0), observer.args, signed=observer.signed)
 
 
 def _without_outputs(observation: Observation, readers: OutputReaders) -> set[str]:
-    """Names of blocks whose output is no sum, and of followers that the model has and does not call.
+    """Names of blocks whose output is no sum, and of followers that the model never called.
 
-    No data have reached them, while data have reached others; where no data were run at all, there are none.
+    No data has reached the observers of either. Empty if no data has reached any observer: then the calibration lacks
+    data altogether, which ``finalize`` reports as an error.
     """
     unreached = set(observation.unreached or ())
     if unreached >= observation.data_observers.keys():
@@ -239,12 +258,17 @@ def _without_outputs(observation: Observation, readers: OutputReaders) -> set[st
 def ranges_of_sources(
     observation: Observation, readers: OutputReaders, computed: Mapping[Key, QParamsDict]
 ) -> dict[Key, QParamsDict]:
-    """The qparams of inputs that are quantized outputs already, which keep them.
+    """The qparams of inputs that read a quantized output of the same number format: the qparams of that output.
+
+    Called by ``finalize``, which replaces the inputs' own qparams by these.
 
     Args:
         observation: has the plan.
-        readers: which module reads which output.
+        readers: the merged record of which module reads which output.
         computed: the qparams of all activations, each from its own observer.
+
+    Returns:
+        The qparams by ``(name of the module, "input")``, for these inputs alone.
     """
     args_of_targets = {target.name: target.args for target in observation.plan.targets}
     kept: dict[Key, QParamsDict] = {}
