@@ -1,12 +1,15 @@
-"""Give observers the inputs and outputs of a plan's modules while the model's owner runs it.
+"""The hooks that give observers the inputs and outputs of planned modules while the user's code runs the model.
 
-A hook never changes a value. Padding is removed here: a masked token reaches no observer.
+A session attaches :class:`ObserverHooks` before the data and detaches them after it. A hook never changes a value.
+Padding is removed here: a masked token reaches no observer.
 
-Modules that read the same tensor object (q, k, v; gate, up) share the statistics of observers of one kind while its
-version does not change. Inference tensors, which Lightning validates with, have no version: there only modules of a
-fused set share, within one batch, since engines run them as one module that reads one tensor.
-Calls of the whole model pass :class:`ModelCalls` before they run: it counts them, takes their mask, and weighs their
-tokens.
+Modules that read the same tensor object (q, k, v; gate, up) share the statistics of observers of one kind as long as
+the tensor's version counter does not change. Inference tensors, with which Lightning validates, have no version
+counter. So for them, only modules of a fused set share statistics, within one batch: engines run a fused set as one
+module that reads one tensor.
+
+A pre-hook on the whole model (:class:`ModelCalls`) prepares each call: it counts the batch, takes the token mask from
+the arguments, and measures token weights (:mod:`.token_weights`).
 """
 
 from __future__ import annotations
@@ -40,9 +43,13 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 class ObserverHooks:
     """The hooks that fill the record of an observation, from :meth:`attach` to :meth:`detach`.
 
+    A session has one for its lifetime. A calibration step by step makes one for each step and batch, and calls
+    :meth:`attach_modules` alone.
+
     Args:
         observation: the record.
-        token_mask: name of the model's argument that is nonzero for tokens that count; None: none.
+        token_mask: name of the model's argument that is nonzero for tokens that count; None: the model's arguments
+            give no mask.
     """
 
     def __init__(self, observation: Observation, token_mask: str | None = None) -> None:
@@ -53,7 +60,7 @@ class ObserverHooks:
         self.token_weights: TokenWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not attached."""
+        """Leave the registered hooks out of a copy or pickle: a copy is not attached."""
         return {**vars(self), "_attached": None, "token_weights": None}
 
     @property
@@ -67,12 +74,14 @@ class ObserverHooks:
         attach_further: Callable[[Observation, ExitStack], None] | None = None,
         observes_modules: bool = True,
     ) -> None:
-        """Register all hooks.
+        """Register all hooks; ``CalibrationSession.attach`` calls this before the data.
 
         Args:
-            count_calls: count calls of the model as batches.
-            attach_further: registers hooks after those of the observers; its stack removes them. None: there are none.
-            observes_modules: off: only the model's calls are hooked, whose modules are observed in later runs.
+            count_calls: count each call of the model as a batch.
+            attach_further: called with the observation and a stack, to register hooks after those of the observers;
+                the stack removes these hooks in :meth:`detach`. None: there are no such hooks.
+            observes_modules: False: register only the hooks on the whole model. A session that keeps the model's calls
+                observes the modules later, when it runs the calls again.
 
         Raises:
             CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.
@@ -91,7 +100,7 @@ class ObserverHooks:
             self._attached = stack.pop_all()
 
     def detach(self) -> None:
-        """Remove all hooks. Can be called at any time, any number of times."""
+        """Remove all hooks, and forget the present mask. Can be called at any time, any number of times."""
         attached = self._attached
         self._attached = None
         self._observation.calls.mask = None
@@ -102,7 +111,12 @@ class ObserverHooks:
     def attach_modules(self, token_weights: TokenWeights | None, stack: ExitStack) -> None:
         """Register the hooks of all planned modules, attention modules and experts; ``stack`` removes them.
 
-        The model runs eagerly and unfused meanwhile, which the caller sees to.
+        Called by :meth:`attach`, and by ``StepwiseCalibration`` before each run of a batch. The caller makes the model
+        run eagerly and unfused (:func:`.run_eagerly`, :func:`.unfused`) for as long as the hooks are registered.
+
+        Args:
+            token_weights: how much each token counts in the observation of weights; None: all tokens count alike.
+            stack: removes the hooks when it closes.
         """
         observation = self._observation
         targets = observation.plan.targets
@@ -111,21 +125,21 @@ class ObserverHooks:
             stack.enter_context(hooked_attention(observation.model, states))
         if observation.experts is not None:
             observation.experts.attach(observation.calls, stack)
-        readers = _Readers(observation, token_weights)
+        shared = _SharedByHooks(observation, token_weights)
         for target in targets:
             for base_name in target.states:
-                observe = _ActivationHook(readers, target, self._observers_of(target, [base_name]))
+                observe = _ActivationHook(shared, target, self._observers_of(target, [base_name]))
                 stack.callback(register_state_hook(target.module, base_name, observe))
-            self._attach_inputs(target, readers, stack)
-            self._attach_outputs(target, readers, stack)
+            self._attach_inputs(target, shared, stack)
+            self._attach_outputs(target, shared, stack)
 
-    def _attach_inputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
-        """Observe the inputs of a module, for its input's scale and for its weight."""
+    def _attach_inputs(self, target: PlannedModule, shared: _SharedByHooks, stack: ExitStack) -> None:
+        """Register the hook that observes a module's inputs: for the scale of the input, and for the weight."""
         input_observers = self._observers_of(target, ["input", RANGE])
         weight_observers = self._observers_of(target, ["weight", HESSIAN])
         if not input_observers and not weight_observers:
             return
-        observe = _ActivationHook(readers, target, input_observers, weight_observers)
+        observe = _ActivationHook(shared, target, input_observers, weight_observers)
 
         def observe_arguments(_: nn.Module, args: Any, kwargs: Any) -> None:
             observe((*args, *kwargs.values()))
@@ -134,21 +148,21 @@ class ObserverHooks:
         remove_hook = keep_hook_out(target.module, handle)
         stack.callback(remove_hook)
 
-    def _attach_outputs(self, target: PlannedModule, readers: _Readers, stack: ExitStack) -> None:
-        """Observe the outputs of a module."""
+    def _attach_outputs(self, target: PlannedModule, shared: _SharedByHooks, stack: ExitStack) -> None:
+        """Register the hook that observes a module's outputs, if the plan quantizes them."""
         observers = self._observers_of(target, ["output"])
         if not observers:
             return
-        observe = _ActivationHook(readers, target, observers)
+        observe = _ActivationHook(shared, target, observers)
         if target.is_block:
             self._attach_block(target, observe, stack)
         else:
             _attach_output_hooks(target.module, observe, stack)
 
     def _attach_block(self, target: PlannedModule, observe: Callable[[Any], None], stack: ExitStack) -> None:
-        """Observe the outputs of a block, if they are sums."""
+        """Register the hook that observes a block's outputs if they are sums of quantized outputs."""
         output_readers = self._observation.calls.readers
-        assert output_readers is not None  # the output of a block is planned
+        assert output_readers is not None  # the plan quantizes outputs
 
         def observe_sum(_: nn.Module, args: Any, output: Any) -> None:
             if output_readers.sums.get(target.name):
@@ -159,7 +173,7 @@ class ObserverHooks:
         stack.callback(remove_hook)
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
-        """The observers of a module that data reach, in the order of the base names."""
+        """The module's observers of these base names that observe data, in the order of the base names."""
         observers = []
         for base_name in base_names:
             observer = self._observation.data_observers.get((target.name, base_name))
@@ -168,14 +182,14 @@ class ObserverHooks:
         return observers
 
 
-class _Readers:
-    """The objects that the hooks of all modules share.
+class _SharedByHooks:
+    """The objects that the hooks of all modules share; made by :meth:`ObserverHooks.attach_modules`.
 
     Attributes:
-        calls: the calls of the model; the hooks count measurements in it.
-        experts: the model's experts; None: it has none.
-        fused_sets: by module name, the fused set that it is in.
-        token_weights: how much each token counts for a weight; None: all count alike.
+        calls: the record of the model's calls; the hooks count measurements in it.
+        experts: the model's experts; None: the model has none.
+        fused_sets: by module name, the names of the modules of its fused set; without modules that are in no set.
+        token_weights: how much each token counts in the observation of weights; None: all tokens count alike.
     """
 
     def __init__(self, observation: Observation, token_weights: TokenWeights | None) -> None:
@@ -187,44 +201,46 @@ class _Readers:
 
     @cached_property
     def selection(self) -> TokenSelection:
-        """Removes padding; made when the first mask is used."""
+        """Selects the rows of activations that a mask keeps; made when the first mask is used."""
         return TokenSelection(batch_first=is_transformers_model(self._model))
 
 
 class _ActivationHook:
-    """Gives the inputs, the outputs, or a state of attention of one module to its observers.
+    """Gives one kind of activation of a module (inputs, outputs, or an attention state) to its observers.
+
+    :class:`ObserverHooks` makes one for each, and registers a hook that calls it.
 
     Args:
-        readers: shared with the hooks of all modules.
+        shared: the objects that all hooks share.
         target: the module.
         observers: of the activation.
-        weight_observers: observe the activation for the module's weight.
+        weight_observers: of the module's weight, which gather statistics of the module's inputs.
     """
 
     def __init__(
         self,
-        readers: _Readers,
+        shared: _SharedByHooks,
         target: PlannedModule,
         observers: Sequence[Observer],
         weight_observers: Sequence[Observer] = (),
     ) -> None:
-        self._readers = readers
-        self._calls = readers.calls
-        #: the experts that the module is in; None: it is in none
+        self._shared = shared
+        self._calls = shared.calls
+        #: the model's experts, if the module is an expert or inside an expert; else None
         self._experts: ExpertWatch | None = None
-        if readers.experts is not None and readers.experts.holds(target.name):
-            self._experts = readers.experts
+        if shared.experts is not None and shared.experts.holds(target.name):
+            self._experts = shared.experts
         self._target = target
         self._observers = observers
         self._weight_observers = weight_observers
-        #: the same for all modules of a fused set, which read one tensor
-        self._reader: Hashable = readers.fused_sets.get(target.name, target.name)
-        token_weights = readers.token_weights
+        #: equal for all modules of a fused set, which read one tensor
+        self._reader: Hashable = shared.fused_sets.get(target.name, target.name)
+        token_weights = shared.token_weights
         weighs_tokens = token_weights is not None and target.name in token_weights.modules
         self._token_weights = token_weights if weighs_tokens and weight_observers else None
 
     def __call__(self, value: Any) -> None:
-        """Observe a value that the module was given or returned; of a tuple, the first tensor."""
+        """Observe what the module was given or returned: a tensor, or the first tensor of a tuple or list."""
         if self._ignores_this_call():
             return
         tensor = first_tensor(value)
@@ -233,7 +249,7 @@ class _ActivationHook:
                 self._observe_tensor(tensor)
 
     def _observe_tensor(self, tensor: torch.Tensor) -> None:
-        """Observe a tensor that counts."""
+        """Observe a tensor, and count how many statistics had to be computed for it."""
         self._require_floating_point(tensor)
         tokens = tensor
         if self._calls.mask is not None and not self._target.states:
@@ -245,11 +261,12 @@ class _ActivationHook:
         self._calls.measurements += len(cache.measured) - measurements_before
 
     def _ignores_this_call(self) -> bool:
+        """Whether the present call of the module is not observed."""
         if self._calls.is_paused or is_inside_quantized(self._target.module):
             return True
         if self._experts is not None and self._experts.are_forced and not self._experts.is_forcing:
             return True
-        # In backward, activation checkpointing calls modules again with data already seen.
+        # In backward (a graph task runs), activation checkpointing calls modules again with data already observed.
         return torch._C._current_graph_task_id() != -1
 
     def _require_floating_point(self, tensor: torch.Tensor) -> None:
@@ -263,12 +280,13 @@ class _ActivationHook:
             )
 
     def _layout(self, is_unchanged: bool) -> Layout:
+        """The layout of the observed activation; ``is_unchanged``: ``tokens_of`` returned the module's own tensor."""
         if self._target.states:
             return "heads"
         return "tokens" if is_unchanged else "positions"
 
     def _stamp(self, tokens: torch.Tensor) -> Hashable:
-        """A value that differs from an earlier one where the statistics of the tensor cannot be shared."""
+        """A key for the read cache: two reads of one tensor share statistics only if their keys are equal."""
         if tokens.is_inference() or self._token_weights is not None:
             return self._reader, self._calls.batches
         return tokens._version
@@ -277,8 +295,8 @@ class _ActivationHook:
         """Give an activation to all observers of the module.
 
         Args:
-            tokens: the activation, its tokens in rows where there is a mask.
-            tensor: the activation as the module has it.
+            tokens: the activation; with a mask, of a convolution, as ``(batch, positions, channels)``.
+            tensor: the activation as the module reads or returns it.
             layout: of ``tokens``.
         """
         measured = self._calls.cache.measured
@@ -295,14 +313,14 @@ class _ActivationHook:
             observe_inputs_shared(observer, tokens, measured)
 
     def _tokens_that_count(self, tokens: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of an activation that the mask does not exclude; modules that read one tensor share them."""
+        """The rows of an activation that the mask keeps, selected once for all modules that read the same tensor."""
         cache = self._calls.cache
         if cache.tokens is None:
             cache.tokens = self._select(tokens, mask, layout)
         return cache.tokens
 
     def _weighed_tokens(self, tensor: torch.Tensor, token_weights: TokenWeights) -> torch.Tensor:
-        """The tokens that count, each times the root of its weight."""
+        """The tokens that the mask keeps, each multiplied by the square root of its weight."""
         weighed = token_weights.weigh(self._target.name, tensor.detach())
         mask = self._calls.mask
         if mask is None:
@@ -310,20 +328,20 @@ class _ActivationHook:
         return self._select(weighed, mask, "tokens")
 
     def _select(self, value: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """The rows of an activation that the mask does not exclude; an expert's, by the tokens that it was given."""
-        selection = self._readers.selection
+        """The rows of an activation that the mask keeps; inside an expert, of the tokens that were routed to it."""
+        selection = self._shared.selection
         if self._experts is None:
             return selection.of(value, mask, self._target.name, layout)
         return self._experts.select(value, mask, self._target.name, selection, layout)
 
 
-#: whether an observer is looking at the values of a model
+#: whether the operations that run now are a hook's own, not the model's
 _is_apart: ContextVar[bool] = ContextVar("is_apart", default=False)
 
 
 @contextmanager
 def apart_from_model() -> Iterator[None]:
-    """For a ``with`` block whose operations are not the model's: hooks that observe enter it."""
+    """Mark the operations of a ``with`` block as not the model's own; hooks and observers compute in such blocks."""
     token = _is_apart.set(True)
     try:
         yield
@@ -332,12 +350,16 @@ def apart_from_model() -> Iterator[None]:
 
 
 def is_apart_from_model() -> bool:
-    """Whether the present operation is not the model's; asked where the operations of the model are watched."""
+    """Whether the code runs in an :func:`apart_from_model` block; :class:`.WatchedFunctions` ignores its operations."""
     return _is_apart.get()
 
 
 def first_tensor(value: Any) -> torch.Tensor | None:
-    """A tensor, or the first one of a tuple or list; of a DTensor, this rank's part."""
+    """``value`` if it is a tensor, or the first tensor of a tuple or list; None without one.
+
+    Of a DTensor, this rank's local tensor. The hooks here and in ``quantized_outputs.py`` call it with the arguments or
+    the output of a module.
+    """
     candidates = value if isinstance(value, (tuple, list)) else (value,)
     for candidate in candidates:
         if isinstance(candidate, DTensor):
@@ -348,10 +370,12 @@ def first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stack: ExitStack) -> None:
-    """Give each output of a module to ``observe``; of one with LoRA adapters, the output that it has when merged.
+    """Register hooks that give each output of a module to ``observe``.
 
-    In training a hook of ours quantizes the output; the observer has to see it before that. There the module itself
-    runs merged, in place of its LoRA layer (:func:`quantize_training_forward`); else that layer adds the adapters.
+    The output of a module with LoRA adapters is observed with the adapters' part added. In quantized training
+    (:func:`quantize_training_forward`) the module itself computes this sum, with merged weights; otherwise the LoRA
+    layer around the module does. The hooks are prepended, because in training a later hook quantizes the output, and
+    the observer needs the output in full precision.
     """
     adapters = adapters_of(module)
 
@@ -379,11 +403,12 @@ def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stac
 
 
 class ModelCalls:
-    """Prepares each call of the model for the observers of its modules.
+    """Prepares each call of the model for the observers: counts it, takes its token mask, measures token weights.
 
     Args:
-        observation: counts the calls, and holds the mask of the present one.
-        token_mask: name of the model's argument that is nonzero for tokens that count; None: none.
+        observation: its ``calls`` count the batches and hold the mask of the present call.
+        token_mask: name of the model's argument that is nonzero for tokens that count; None: the mask is set by
+            :meth:`mask_tokens`, or all tokens count.
     """
 
     def __init__(self, observation: Observation, token_mask: str | None = None) -> None:
@@ -395,15 +420,15 @@ class ModelCalls:
         self._has_warned_of_padding = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is not attached."""
+        """Leave the token weights out of a copy or pickle: a copy is not attached."""
         return {**vars(self), "_token_weights": None}
 
     def attach(self, token_weights: TokenWeights | None, count_calls: bool, stack: ExitStack) -> None:
-        """Register the hooks on the model; ``stack`` removes them.
+        """Register the hooks on the whole model, after those on its modules; :meth:`ObserverHooks.attach` calls this.
 
         Args:
-            token_weights: measures how much each token of a call counts.
-            count_calls: count calls of the model as batches.
+            token_weights: measures how much each token of a call counts; None: all tokens count alike.
+            count_calls: count each call of the model as a batch.
             stack: removes the hooks when it closes.
         """
         model = self._observation.model
@@ -416,7 +441,10 @@ class ModelCalls:
             token_weights.attach(stack)
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
-        """Keep padding out of every observer from the next call on.
+        """Keep padding out of every observer from the next call of the model on.
+
+        Called for each call of the model by its pre-hook if the session has a ``token_mask``; else by
+        ``CalibrationSession.mask_tokens``, which the callbacks call before each batch.
 
         Args:
             mask: ``(batch, tokens)`` or ``(batch,)``, nonzero for tokens or samples that count; None: all count.
@@ -425,7 +453,14 @@ class ModelCalls:
         self._calls.cache.forget()
 
     def warn_of_padding(self, mask: Any) -> None:
-        """Warn, once, if tokens that ``mask``, ``(batch, tokens)``, marks as padding are about to be observed."""
+        """Warn, once, if the next call would observe padding.
+
+        Called for each call of the model without a ``token_mask``, and by the callbacks before each batch.
+
+        Args:
+            mask: the ``attention_mask`` of the call or batch, ``(batch, tokens)``, zero for padding; anything else is
+                ignored.
+        """
         if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return
         is_masked = self._calls.mask is not None and self._calls.mask.ndim > 1
@@ -440,7 +475,7 @@ class ModelCalls:
             )
 
     def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Runs before each call of the model."""
+        """Prepare a call of the model; a forward pre-hook of the model."""
         if is_inside_quantized(model):
             return
         if self._counts_calls:
@@ -454,7 +489,7 @@ class ModelCalls:
             self._token_weights.measure(model, args, kwargs)
 
     def _mask_argument(self, model: nn.Module, arguments: Mapping[str, Any], name: str) -> torch.Tensor:
-        """The mask among the arguments of a call, which must have it."""
+        """The mask among the arguments of a call; a CalibrationError if the call has none."""
         mask: torch.Tensor | None = arguments.get(name)
         if mask is None:
             raise CalibrationError(
@@ -467,7 +502,7 @@ class ModelCalls:
 
 
 def _arguments_by_name(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call; keyword arguments alone if the call will fail, or the forward is compiled."""
+    """All arguments of a call, by name; if they do not fit the forward's signature, the keyword arguments alone."""
     with suppress(TypeError, ValueError):
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
         return {**bound.arguments, **bound.kwargs}
