@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+from statistics import median
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from tests.support.tiny_model import save_tiny_llama, tiny_tokenizer
 
 GUIDES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "guide").glob("*.md"))}
 EVIDENCE = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "evidence").glob("*.md"))}
-LONGEST = 900
+#: words of a guide as ``wc -w docs/guide/*.md`` counts them: those of code, tables and output, too
+LONGEST, MEDIAN = 900, 450
 #: guides whose code another test runs
 PYTHON_ELSEWHERE = {
     "start": "test_tutorial",
@@ -88,6 +90,10 @@ def mixture(tmp_path_factory):
 @pytest.mark.parametrize("guide", GUIDES)
 def test_a_guide_is_short(guide):
     assert len(GUIDES[guide].split()) <= LONGEST
+
+
+def test_the_median_guide_is_short():
+    assert median(len(text.split()) for text in GUIDES.values()) <= MEDIAN
 
 
 @pytest.mark.parametrize("guide", GUIDES)
