@@ -1,9 +1,12 @@
-"""The blocks of a model, and its own forward, run one block at a time.
+"""Run a model's own forward one block at a time.
 
 A block reads more than the output of the block before it: masks, position embeddings, tensors that the model adds
-between blocks. So the model's own forward runs again for each block, up to that block. Earlier blocks compute nothing;
-the block before the running one returns the output that was kept for this batch. A model whose blocks pass on anything
-else (shared keys) is refused. Used from files to files (``streaming/``) and in memory (:mod:`.stepwise`).
+between blocks. So the model's own forward runs again for each block, up to the end of that block. During such a run,
+earlier blocks compute nothing, and the block directly before the running block returns the output that was kept for
+this batch. A model whose blocks exchange anything but this output (shared keys) is refused.
+
+Used by the calibration from files to files (``streaming/``), which has one block in memory at a time, and by the
+calibration on quantized inputs (:mod:`.stepwise`).
 """
 
 from __future__ import annotations
@@ -26,8 +29,10 @@ _IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (dev
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the decoder's list of blocks: its only ``ModuleList`` of modules that transformers never splits.
 
+    Called once before a calibration block by block, from files or in memory.
+
     Args:
-        model: a ``PreTrainedModel``, which may have a vision tower with blocks of its own beside the decoder.
+        model: a ``PreTrainedModel``. Blocks outside its decoder (a vision tower's) are not searched.
 
     Returns:
         The name of the list in the model, and the list.
@@ -57,36 +62,40 @@ def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
 
 
 def _holds_only(modules: nn.ModuleList, class_names: set[str]) -> bool:
-    """Whether a list is not empty, and each of its modules is of one of the named classes."""
+    """Whether a list of modules is not empty, and the class of each module is among ``class_names``."""
     held_classes = {type(module).__name__ for module in modules}
     return len(modules) > 0 and held_classes <= class_names
 
 
 class RunEnded(BaseException):
-    """Ends the model's forward where no more of it is needed. No ``except Exception`` of a model catches it."""
+    """Raised to end a model's forward early, once the rest of it is not needed; :meth:`BlockForward.run` catches it.
+
+    A block's replaced forward raises it, or a hook of :mod:`.stepwise`. It is no ``Exception``, so that an
+    ``except Exception`` in the model's code does not catch it.
+    """
 
 
 class BlockForward:
-    """The forward of a model, run up to one block, from the output of the block before.
+    """Runs a model's forward up to the end of one block, from the kept output of the block before.
 
     Args:
-        model: calls its blocks one after the other.
-        blocks: in order; empty: the model runs as a whole.
-        device: where the model runs; None: outputs are kept where they are.
+        model: a model that calls its blocks one after the other.
+        blocks: the blocks in order; empty: the model runs as a whole.
+        device: where the model runs; None: kept outputs are used on the device on which they are.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device | None = None) -> None:
         self.blocks = blocks
         self._model = model
         self._device = device
-        # Of the forward that runs now:
-        self._running_block: int | None = None  # None: no run, and blocks are called as ever
-        self._calls = 0  # how many blocks it has called
-        self._output: Any = None  # before the block has run, the output of the block before; then its own
+        # The state of the present run:
+        self._running_block: int | None = None  # None: nothing runs, and the blocks' own forwards are called
+        self._calls = 0  # how many blocks the model has called
+        self._output: Any = None  # until the block has run, the output of the block before it; then the block's output
         self._on_skipped: Callable[[int], None] | None = None
 
     def attach(self, stack: ExitStack) -> None:
-        """Replace the blocks' forwards until ``stack`` closes; called once, before the first :meth:`run`."""
+        """Replace the blocks' forwards until ``stack`` closes; the owner calls this once, before the first run."""
         for index, block in enumerate(self.blocks):
             replaced_forward = partial(self._on_block_call, index, block.forward)
             stack.callback(set_attributes(block, forward=replaced_forward))
@@ -99,16 +108,16 @@ class BlockForward:
         *,
         on_skipped: Callable[[int], None] | None = None,
     ) -> Any:
-        """Run a block on one batch, and the modules between it and the block before.
+        """Run one batch through a block, and through the modules between this block and the one before.
 
         Args:
-            block: its number; ``len(blocks)``: the modules after the last block.
-            earlier_output: of the block before, for this batch.
-            call_model: calls the model on this batch. A hook that it meets may raise :class:`RunEnded`.
-            on_skipped: called with the number of each earlier block when the model calls it.
+            block: the number of the block; ``len(blocks)``: run the modules after the last block.
+            earlier_output: the output of the block before, for this batch; not used for block 0.
+            call_model: calls the model on this batch. A hook in the model may raise :class:`RunEnded`.
+            on_skipped: called with the number of each earlier block at the time when the model calls that block.
 
         Returns:
-            The output of the block, or of the model after the last block; None if a hook ended the run before.
+            The output of the block, or of the model for ``len(blocks)``; None if a hook ended the run before that.
 
         Raises:
             CalibrationError: the model cannot be run block by block.
@@ -126,7 +135,7 @@ class BlockForward:
         except (CalibrationError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            if block == 0:  # the batch is at fault, not the order of blocks
+            if block == 0:  # nothing was skipped, so the batch is at fault
                 raise
             got = f"block {block} fails alone: {type(error).__name__}: {error}"
             raise self._refusal(got) from error
@@ -139,18 +148,19 @@ class BlockForward:
         return output
 
     def _on_block_call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run in place of a block's ``forward`` when the model calls the block.
+        """Answer the model's call of a block; this stands in the place of the block's ``forward``.
 
         Args:
-            index: the block's number.
-            forward: its own forward, called only in the running block.
+            index: the number of the called block.
+            forward: the block's own forward.
             args, kwargs: of the model's call.
 
         Returns:
-            The kept output of the block before the running one; for earlier blocks, tensors without data.
+            For the block directly before the running block, a copy of its kept output; for earlier blocks, tensors
+            without data. Outside of :meth:`run`, what ``forward`` returns.
 
         Raises:
-            RunEnded: the running block has run; its output is kept.
+            RunEnded: the called block is the running one, and its own forward has run; ``_output`` holds the output.
         """
         if self._running_block is None:
             return forward(*args, **kwargs)
@@ -158,7 +168,7 @@ class BlockForward:
             raise self._refusal(f"block {index} was called after {self._calls} others")
         self._calls += 1
         if index == self._running_block:
-            self._output = None  # where a hook ends the run inside the block, it has none
+            self._output = None  # stays None if a hook ends the run inside the block
             self._output = forward(*args, **kwargs)
             raise RunEnded
         if self._on_skipped is not None:
@@ -168,13 +178,14 @@ class BlockForward:
         return self._unread(self._output)
 
     def _unread(self, output: Any) -> Any:
-        """The output of a block that is not computed, and that no block will read.
+        """A stand-in for the output of a block that is skipped, and whose output no block will compute with.
 
         Args:
-            output: of another block, for the shapes and dtypes.
+            output: the output of another block, which gives the structure, shapes and dtypes.
 
         Returns:
-            The same tree with tensors that take no memory; writing to them is an error.
+            The same tree, with expanded zeros in place of the tensors: they take no memory, and writing to them is an
+            error.
         """
 
         def expanded(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,7 +195,7 @@ class BlockForward:
         return tree_map_only(torch.Tensor, expanded, output)
 
     def _refusal(self, got: str) -> CalibrationError:
-        """The error to raise for a model that cannot be run block by block; ``got`` is what happened."""
+        """The error to raise for a model that cannot be run block by block; ``got`` says what happened instead."""
         return CalibrationError(
             "the model cannot be run block by block",
             where=[type(self._model).__name__],
@@ -195,7 +206,10 @@ class BlockForward:
 
 
 def copied(tree: Any, device: torch.device | None) -> Any:
-    """A copy of a tree of tensors on a device, or where they are: a block may write to its arguments."""
+    """Copy all tensors of a nested structure, to ``device`` or (None) on the device of each.
+
+    Used wherever a kept input or output is given to a model again: a block may write to its arguments in place.
+    """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(device or tensor.device, copy=True)

@@ -1,11 +1,16 @@
-"""Experts under calibration: the tokens that the router sends them, all tokens for each of them, ranges without tokens.
+"""Experts of mixture models under calibration: the tokens that each expert gets, and ranges for experts without tokens.
 
-With ``calibrate_all_experts`` the observers inside experts ignore the model's own forward. After it every expert runs
-once more, on all tokens that the layer read, for the observers alone: outputs are dropped, random numbers and gradients
-are not touched. Other forward hooks inside an expert see these runs too.
+:class:`ExpertWatch` belongs to an observation. It counts the tokens that the router sends to each expert, tells the
+observers' hooks which rows of an expert's input are padding, and on an accelerator collects the inputs of a layer's
+experts to observe them together. A *container* is the module that holds the experts of one layer.
 
-With ``on_missing="siblings"`` an expert that no token reached borrows the ranges of the layer's other experts: engines
-run fused experts with one activation scale, the widest. Its weights need no tokens.
+With ``calibrate_all_experts``, the observers inside experts ignore the model's own forward. After that forward, every
+expert runs once more, on all tokens that the layer read, only to be observed: the outputs are dropped, and random
+numbers and gradients are not touched. Other forward hooks inside an expert see these runs too.
+
+With ``on_missing="siblings"``, an expert that no token reached takes the ranges of the other experts of its layer
+(:func:`borrow_ranges`), because engines run fused experts with one activation scale, the widest of the layer. The
+weights of such an expert are observed without inputs.
 """
 
 from __future__ import annotations
@@ -30,41 +35,47 @@ from lightning_obs.observers.min_max import StaticMinMaxObserver
 from lightning_obs.observers.segments import observe_segments, takes_segments
 from lightning_obs.observers.statistic import is_reached, observes_data
 
-#: bytes of activations that wait on an accelerator for the other experts of their layer
+#: the most bytes of activations that wait on an accelerator for the other experts of their layer (256 MiB): more are
+#: observed early, at the price of more kernel launches
 _MOST_WAITING_BYTES = 2**28
 
 
 class _Waiting(NamedTuple):
-    """An activation of one expert that waits for the other experts of its layer."""
+    """An activation of one expert, and the observer that will observe it with those of the layer's other experts."""
 
     observer: Observer
     value: torch.Tensor
-    #: on the host, which of its rows count; None: all
+    #: a boolean mask of the rows of ``value`` that count, on the host; None: all rows count
     rows_that_count: torch.Tensor | None
 
 
 class ExpertWatch:
-    """The experts of a model while it is calibrated.
+    """Watches the experts of a model while it is calibrated.
 
-    The tokens of a :class:`LinearExperts` are its inputs; a ``ModuleList`` is never called, so its parent's are taken.
+    Made by ``Observation.of_model`` for a model with experts. :class:`.ObserverHooks` attaches it, and the hooks of
+    modules inside experts ask it which rows count. ``finalize`` reads the counts in ``ObservedCalls.expert_tokens``.
 
     Args:
         model: the calibrated model.
-        containers: the experts of each of its layers, by the name of the module that holds them.
-        all_experts: let every expert observe all tokens, in a run of its own.
+        containers: the experts of each layer, by the name of the module that holds them
+            (:func:`.expert_containers`).
+        all_experts: ``calibrate_all_experts``: let every expert observe all tokens of its layer, in an extra run.
 
     Attributes:
         containers: as given.
-        is_forcing: whether experts run on all tokens now.
+        is_forcing: whether the experts of a layer run on all its tokens now.
     """
 
     def __init__(self, model: nn.Module, containers: Mapping[str, list[nn.Module]], all_experts: bool = False) -> None:
         self.containers = containers
         self.is_forcing = False
         self._all_experts = all_experts
+        #: by container name: the container
         self._holders: dict[str, nn.Module] = {}
+        #: by container name: the module whose input holds all tokens of the layer. A LinearExperts is called with them;
+        #: a ModuleList is never called, so its parent takes its place.
         self._readers: dict[str, nn.Module] = {}
-        #: the container of each module inside an expert
+        #: by name of an expert or of a module inside an expert: the name of its container
         self._container_of: dict[str, str] = {}
         for name, experts in self.containers.items():
             holder = model.get_submodule(name)
@@ -75,16 +86,24 @@ class ExpertWatch:
                 prefix = f"{name}.{index}".lstrip(".")
                 for module_name, _ in expert.named_modules(prefix=prefix):
                     self._container_of[module_name] = name
-        #: for each call of an expert since its layer ran last, why it cannot run on all tokens; None: it can
+        #: by container name, for each call of an expert since the layer ran last: why the expert cannot run on all
+        #: tokens; None: it can
         self._faults_of_calls: dict[str, list[str | None]] = {}
+        #: while experts are forced: whether the flattened rows of their inputs are known to be in the batch's order
         self._is_flattened_by_batch = False
-        #: activations that wait, by kind of observer, dtype and channels, and then by the observer's id
+        #: activations that wait: by kind of observer, dtype and channels, which are observed together; then by the
+        #: observer's id
         self._waiting: dict[Hashable, dict[int, _Waiting]] = {}
         self._waiting_bytes = 0
 
     def attach(self, calls: ObservedCalls, stack: ExitStack) -> None:
-        """Register the hooks that count tokens in ``calls``; ``stack`` removes them."""
-        stack.callback(self._forget_waiting)  # after a call of the model that failed
+        """Register the hooks on the experts; :meth:`.ObserverHooks.attach_modules` calls this before data run.
+
+        Args:
+            calls: its ``expert_tokens`` are set to zero, and count the tokens from now on.
+            stack: removes the hooks when it closes.
+        """
+        stack.callback(self._forget_waiting)  # a call of the model that failed may have left activations waiting
         calls.expert_tokens = {}
         for name, experts in self.containers.items():
             calls.expert_tokens[name] = [0] * len(experts)
@@ -115,7 +134,13 @@ class ExpertWatch:
     # ------------------------------------------------------------------ activations that wait for other experts
 
     def may_wait(self, name: str) -> bool:
-        """Whether the inputs of a module in an expert may be batched with those of the layer's other experts."""
+        """Whether the activations of a module may wait (:meth:`wait`) for those of the layer's other experts.
+
+        Only in a :class:`LinearExperts`, whose forward hook tells that all experts of the layer have run.
+
+        Args:
+            name: of an expert or of a module inside an expert.
+        """
         return isinstance(self._holders[self._container_of[name]], LinearExperts)
 
     def wait(
@@ -126,20 +151,22 @@ class ExpertWatch:
         mask: torch.Tensor | None,
         measured: dict[Hashable, Any],
     ) -> Sequence[Observer]:
-        """Keep an activation for the observers that can see it together with the layer's other experts.
+        """Keep an activation until all experts of its layer have run, for the observers that can wait.
 
-        Only on an accelerator, where a launch costs more than memory does: see :func:`.observe_segments`.
+        A hook of :mod:`.hooks` calls this for each activation of a module that :meth:`may_wait`. Activations wait only
+        on an accelerator, where a kernel launch for each expert costs more than its few tokens
+        (:func:`.observe_segments`).
 
         Args:
-            name: of a module that :meth:`may_wait`.
+            name: of the module.
             observers: of the activation.
             value: the activation.
-            mask: the tokens of the batch that count.
-            measured: the statistics of the tensor that was read last. By kind of observer, it also holds the activation
-                that waits for all observers of that tensor, so that it waits once.
+            mask: the tokens of the batch that count, on the host; None: all tokens count.
+            measured: the read cache's statistics of the present tensor. By kind of observer, the waiting activation is
+                kept there too, so that modules that read the same tensor (gate, up) let one copy wait.
 
         Returns:
-            The observers that have to observe the activation now.
+            The observers that must observe the activation now.
         """
         if value.device.type == "cpu" or value.ndim != 2 or not value.numel():
             return observers
@@ -166,15 +193,19 @@ class ExpertWatch:
         return immediate_observers
 
     def _is_waiting(self, observer: Observer) -> bool:
-        """Whether an activation waits for this observer already: it is called once more in one call of the layer."""
+        """Whether an earlier activation of this observer waits: the layer has called the module twice."""
         return any(id(observer) in activations for activations in self._waiting.values())
 
     def _forget_waiting(self) -> None:
+        """Drop the activations that wait."""
         self._waiting = {}
         self._waiting_bytes = 0
 
     def observe_waiting(self) -> None:
-        """Let all observers that wait observe their activations; called when all experts of a layer have run."""
+        """Let the observers observe the activations that wait for them.
+
+        Called by a hook when all experts of a layer have run, and by :meth:`wait` when too many bytes wait.
+        """
         waiting = self._waiting
         self._forget_waiting()
         for activations in waiting.values():
@@ -183,25 +214,31 @@ class ExpertWatch:
     # ------------------------------------------------------------------ which tokens count
 
     def holds(self, name: str) -> bool:
-        """Whether a module is an expert, or in one."""
+        """Whether the module ``name`` is an expert or inside an expert; asked when its hook is made."""
         return name in self._container_of
 
     @property
     def are_forced(self) -> bool:
-        """Whether the observers in experts take part only while experts run on all tokens."""
+        """Whether observers inside experts ignore the model's own forward, because experts also run on all tokens."""
         return self._all_experts
 
     def select(
         self, value: torch.Tensor, mask: torch.Tensor, name: str, selection: TokenSelection, layout: Layout
     ) -> torch.Tensor:
-        """The rows of an activation that count, inside an expert, which got only some tokens.
+        """The rows of an activation inside an expert that the mask keeps.
+
+        The hooks call this in place of :meth:`.TokenSelection.of`, because an expert gets only some of the batch's
+        tokens, so that the shape of its input does not tell which tokens these are.
 
         Args:
             value: the activation.
-            mask: the tokens of the batch that count.
-            name: of a module in an expert.
-            selection: selects rows by the layout of ``value``.
+            mask: the tokens of the batch that count, on the host.
+            name: of the module, which is an expert or inside one.
+            selection: selects the rows where no more is known than the shape.
             layout: of ``value``, as far as it is known.
+
+        Raises:
+            CalibrationError: which rows of ``value`` are padding cannot be told.
         """
         if layout != "tokens":
             return selection.of(value, mask, name, layout)
@@ -213,7 +250,16 @@ class ExpertWatch:
         return selection.of(value, mask, name, "flattened" if self._is_flattened_by_batch else "tokens")
 
     def _sent_rows_that_count(self, mask: torch.Tensor, container: str) -> torch.Tensor | None:
-        """Which of the tokens that an expert was sent count, on the host; None if it is not known which were sent."""
+        """A mask ``(n,)`` of the rows of the running expert's input that count, on the host.
+
+        Args:
+            mask: the tokens of the batch that count.
+            container: the name of the expert's container.
+
+        Returns:
+            The mask; None if it is not known which tokens the expert got (no :class:`LinearExperts`, or the mask does
+            not fit the layer's number of tokens).
+        """
         experts = self._holders[container]
         if not isinstance(experts, LinearExperts) or experts.rows is None:
             return None
@@ -227,7 +273,14 @@ class ExpertWatch:
     def _count_tokens(
         self, calls: ObservedCalls, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """Count the tokens of a call of one expert, before it runs."""
+        """Count the tokens of one call of an expert, and note whether it could run on all tokens; a forward pre-hook.
+
+        Args:
+            calls: its ``expert_tokens`` count.
+            name: of the container.
+            index: of the expert in it.
+            module, args, kwargs: of the call.
+        """
         if self.is_forcing or calls.is_paused or is_inside_quantized(module):
             return
         value = first_input(args, kwargs)
@@ -240,7 +293,13 @@ class ExpertWatch:
             counts[index] = counts[index] + self._tokens_that_count(value, calls.mask, name)
 
     def _tokens_that_count(self, value: torch.Tensor, mask: torch.Tensor | None, name: str) -> Any:
-        """How many tokens of an expert's input count; with a mask, a tensor that stays on its device."""
+        """How many tokens of an expert's input count: an int, or a scalar tensor where a mask excludes some.
+
+        Args:
+            value: the input.
+            mask: the tokens of the batch that count; None: all tokens count.
+            name: of the container.
+        """
         tokens = value.shape[:-1].numel()
         if mask is None:
             return tokens
@@ -252,14 +311,24 @@ class ExpertWatch:
     def _run_on_all_tokens(
         self, calls: ObservedCalls, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
-        """Run every expert of a layer on all tokens that the layer read, after its own forward."""
+        """Run every expert of a layer on all tokens that the layer read; a forward hook of the layer.
+
+        Args:
+            calls: the record of the model's calls.
+            name: of the container.
+            module, args, kwargs, output: of the layer's call; the output is not used.
+
+        Raises:
+            CalibrationError: an expert cannot run on the layer's input.
+        """
         if calls.is_paused or is_inside_quantized(module):
             return
         tokens = first_input(args, kwargs)
         self._require_hidden_states(name, module, tokens)
         if tokens is None or not tokens.numel():
             return
-        # If rows are flattened already, or there are as many samples as tokens, only transformers' order is known.
+        # Two-dimensional inputs, and as many samples as tokens, leave the order of the flattened rows open, except in a
+        # LinearExperts: transformers flattens (batch, tokens) in that order.
         is_unambiguous = tokens.ndim > 2 and tokens.shape[0] != tokens.shape[1]
         self._is_flattened_by_batch = is_unambiguous or isinstance(module, LinearExperts)
         tokens = tokens.detach().reshape(-1, tokens.shape[-1])
@@ -275,7 +344,16 @@ class ExpertWatch:
         self.observe_waiting()
 
     def _require_hidden_states(self, name: str, module: nn.Module, tokens: torch.Tensor | None) -> None:
-        """Raise a CalibrationError for a layer that does not call each expert with some rows of its own input."""
+        """Raise a CalibrationError for a layer that does not call its experts with rows of its own input alone.
+
+        Called after each forward of a layer whose experts are to run on all tokens; it clears the layer's
+        ``_faults_of_calls``.
+
+        Args:
+            name: of the container.
+            module: the layer.
+            tokens: the layer's input; None: it has no tensor.
+        """
         faults_of_calls = self._faults_of_calls[name]
         self._faults_of_calls[name] = []
         faults = sorted({fault for fault in faults_of_calls if fault is not None})
@@ -290,9 +368,11 @@ class ExpertWatch:
 
 
 def _observe_together(activations: Sequence[_Waiting]) -> None:
-    """Let observers of one kind observe the activations that wait for them, which are joined row by row.
+    """Concatenate the rows of waiting activations, and let each observer observe its rows of them.
 
-    The observers of one tensor share its rows; all activations have a mask, or none.
+    Args:
+        activations: of observers of one kind, in one batch; either all have a mask or none has. An activation that
+            several observers share is concatenated once.
     """
     tensors: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
@@ -318,7 +398,10 @@ def _observe_together(activations: Sequence[_Waiting]) -> None:
 
 
 def _mask_of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
-    """A mask of samples as a mask of their ``total`` tokens, if each has as many; any other mask as it is."""
+    """Expand a mask of samples ``(batch,)`` to one of ``total`` tokens, if every sample has as many tokens.
+
+    A mask of tokens is returned as it is, as is one whose samples do not divide ``total``.
+    """
     is_of_samples = mask.ndim == 1
     if not is_of_samples or not len(mask) or not total or total % len(mask):
         return mask
@@ -326,6 +409,7 @@ def _mask_of_tokens(mask: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def _cannot_run(name: str, faults: list[str]) -> CalibrationError:
+    """The error to raise for a container whose experts cannot run on all tokens."""
     return CalibrationError(
         "calibrate_all_experts cannot run these experts on all tokens",
         where=[name],
@@ -344,16 +428,22 @@ def borrow_ranges(
     fused: Sequence[Sequence[str]],
     join_ranges: bool = False,
 ) -> dict[Key, Observer]:
-    """Stand-ins for the observers of experts that no data reached, if data reached their siblings.
+    """Make observers to use in place of those of experts that no data reached, where data reached their siblings.
 
-    A stand-in of an activation has the union of the siblings' ranges for the same projection; a weight keeps its own
-    observer. Modules of a fused set borrow together, and their stand-ins are fused.
+    ``finalize`` calls this with ``on_missing="siblings"``, after the ranks were reduced. Siblings are the same module
+    (``up_proj``, say) in the other experts of the layer. The stand-in for an activation's observer has the union of the
+    siblings' ranges. For a weight that wants inputs, the stand-in is the weight's own observer, which is then used
+    without inputs. If one module of a fused set lacks data, all modules of the set borrow, and their stand-ins are
+    fused.
 
     Args:
-        observers: of the plan; they have the statistics of all ranks.
+        observers: of the plan, with the statistics of all ranks.
         containers: the experts of each layer (:attr:`ExpertWatch.containers`).
         fused: names of the modules of each fused set.
         join_ranges: as of :meth:`Observer.fuse`.
+
+    Returns:
+        The stand-ins, by module name and base name.
     """
     data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)}
     stand_ins: dict[Key, Observer] = {}
@@ -370,7 +460,7 @@ def borrow_ranges(
 
 
 def _unreached_modules(data_observers: Mapping[Key, Observer], fused: Sequence[Sequence[str]]) -> set[str]:
-    """Names of modules one of whose observers has no data, and of all modules that are fused with them."""
+    """Names of modules of which some observer has no data, and of the modules that are fused with them."""
     unreached = {name for (name, _), observer in data_observers.items() if not is_reached(observer)}
     fused_with_them: set[str] = set()
     for group in fused:
@@ -382,7 +472,16 @@ def _unreached_modules(data_observers: Mapping[Key, Observer], fused: Sequence[S
 def _reached_siblings(
     name: str, siblings: Collection[str], data_observers: Mapping[Key, Observer]
 ) -> dict[str, list[Observer]]:
-    """By base name of a module's observers, the siblings' observers that have data; empty if a base name has none."""
+    """The siblings' observers that have data, by base name.
+
+    Args:
+        name: of the module that borrows.
+        siblings: names of its siblings.
+        data_observers: the observers that need data.
+
+    Returns:
+        Empty if for some base name no sibling has data: then the module cannot borrow.
+    """
     reached: dict[str, list[Observer]] = {}
     for module_name, base in data_observers:
         if module_name != name:
@@ -398,7 +497,10 @@ def _reached_siblings(
 
 
 def _siblings(name: str, containers: Mapping[str, Sequence[nn.Module]]) -> list[str]:
-    """The same projection in the other experts of the innermost container that ``name`` is in."""
+    """Names of the module at the same place in the other experts of the innermost container around ``name``.
+
+    Empty if ``name`` is in no container.
+    """
     for container in sorted(containers, key=len, reverse=True):
         prefix = f"{container}." if container else ""
         index, dot, projection = name.removeprefix(prefix).partition(".")
@@ -409,7 +511,7 @@ def _siblings(name: str, containers: Mapping[str, Sequence[nn.Module]]) -> list[
 
 
 def _union(observer: Observer, reached: Sequence[Observer]) -> Observer:
-    """A stand-in for an observer, with the smallest range that holds the ranges of the ``reached`` ones."""
+    """A min-max observer in place of ``observer``, with the union of the ranges of the observers in ``reached``."""
     args = observer.args.model_copy(update={"observer_kwargs": {}})
     stand_in = StaticMinMaxObserver(observer.base_name, args)
     stand_in.qparams_dtype = observer.qparams_dtype

@@ -1,7 +1,8 @@
-"""A recipe without the parts that a model cannot run, found before any data.
+"""Remove from a recipe, before any data, what the model or the machine cannot do.
 
-Recipes name the best choice of all; not every model can be run backward, and not every machine holds the products of
-its inputs. A user of a recipe gets the best that fits, and is told what was left out and why.
+A recipe (``recipe="accurate"``) names the choice that lost least in measurements. But not every model can be run
+backward, which token weights need, and not every machine can hold the products ``x x^T`` of every module's inputs,
+which rounding needs. So the user gets as much of the recipe as fits, and a warning says what was left out and why.
 """
 
 from __future__ import annotations
@@ -23,32 +24,39 @@ from lightning_obs.schemes.build_plan import build_plan
 from lightning_obs.schemes.planned_modules import Plan
 from lightning_obs.schemes.recipes import Recipe, WeightChoice
 
-#: of the memory of the device, what the sums that a recipe gathers may take
+#: the share of a device's memory that the sums of products may take; the rest is for the model and its activations
 _SHARE_OF_MEMORY = 0.5
-#: float32
+#: bytes of one element of these sums, float32
 _BYTES = 4
 
 
 def fitted_options(model: nn.Module, options: CalibrationOptions) -> CalibrationOptions:
-    """The options, whose recipe leaves out what the model cannot run; a warning says what it does instead.
+    """Return the options with a recipe that the model can run; a warning says what was left out.
 
-    Called when an observation begins, before its plan is made. A choice that the user has named is left as it is.
+    Called when an observation begins, before its plan is made. An observer or a rounding that the user has named beside
+    the recipe does not change.
 
     Args:
         model: the calibrated module.
-        options: of the calibration, with a recipe.
+        options: of the calibration; they have a recipe.
+
+    Returns:
+        ``options`` itself if the whole recipe fits.
     """
     assert options.recipe is not None
     recipe = Recipe.of(options.recipe)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the plan is made again, with its warnings
+        warnings.simplefilter("ignore")  # the observation makes the plan again, and shows its warnings then
         plan = build_plan(model, options.config)
     fitted_recipe = _without_unfit_parts(recipe, model, plan, options)
     return options if fitted_recipe == recipe else replace(options, recipe=fitted_recipe)
 
 
 def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: CalibrationOptions) -> Recipe:
-    """The recipe without token weights, or without all that needs the inputs of weights, where these do not fit."""
+    """The recipe, without token weights or without everything that needs inputs of weights, if the model cannot do it.
+
+    Warns of what was left out.
+    """
     choices = _choices_in_use(recipe, plan, options)
     needs_inputs = any(choice.rounding is not None for choice in choices)
     if not needs_inputs:
@@ -71,11 +79,12 @@ def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: 
 
 
 def _warn(recipe: Recipe, what: str) -> None:
+    """Warn that the recipe does ``what`` instead of its best choice."""
     warn(f"recipe={recipe.name!r}: {what}.")
 
 
 def _choices_in_use(recipe: Recipe, plan: Plan, options: CalibrationOptions) -> list[WeightChoice]:
-    """The recipe's choices for the weights that are planned; none where the user names their observer."""
+    """The recipe's choice for each planned weight that it covers; empty if the user names the observer of weights."""
     if options.names_weight_observer:
         return []
     choices = []
@@ -87,7 +96,10 @@ def _choices_in_use(recipe: Recipe, plan: Plan, options: CalibrationOptions) -> 
 
 
 def _why_no_inputs(plan: Plan) -> str | None:
-    """Why columns of a weight have no inputs of their own; None: all have."""
+    """Why rounding cannot use the inputs of some weights: their columns are no input channels. None: it can use all.
+
+    That holds for embeddings, which read indices, and for weights of more than two dimensions (convolutions).
+    """
     unfit = []
     for target in plan.targets:
         is_matrix = len(whole_shape(target.module) or ()) == 2
@@ -99,7 +111,7 @@ def _why_no_inputs(plan: Plan) -> str | None:
 
 
 def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
-    """Why the model cannot be run backward from its output; None: nothing is known before it runs."""
+    """Why the model cannot be run backward from its output; None: nothing speaks against it before the model runs."""
     elsewhere = [target.name for target in plan.targets if in_shards(target.module) or is_dispatched(target.module)]
     if elsewhere:
         return f"{name_list(elsewhere)} {'is' if len(elsewhere) == 1 else 'are'} not whole on one device"
@@ -109,11 +121,13 @@ def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
 
 
 def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
-    """Why the sums that a rounding gathers do not fit beside the model; None: they fit.
+    """Why the sums of products that a rounding gathers do not fit in memory; None: they fit.
+
+    Each planned weight of shape ``(R, C)`` needs ``C x C`` numbers.
 
     Args:
         plan: of the model.
-        weighs_tokens: whether products of gradients at outputs are gathered, too.
+        weighs_tokens: whether each weight also needs the ``R x R`` products of the gradients at its outputs.
     """
     needed: dict[torch.device, int] = {}
     for target in plan.targets:
@@ -127,7 +141,7 @@ def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
             products += outputs * outputs
         needed[device] = needed.get(device, 0) + _BYTES * products
     for device, size in needed.items():
-        if device.type == "meta":  # calibrated block by block, with the products of one block at a time
+        if device.type == "meta":  # from files, block by block: only one block's products are held at a time
             continue
         limit = _SHARE_OF_MEMORY * _memory_of(device)
         if size > limit:

@@ -1,6 +1,8 @@
-"""How the inputs of a module differ once the modules before it are quantized: sums of ``(x - x~) x~^T``.
+"""The helper observer that measures how a module's inputs change once the modules before it are quantized.
 
-A rounding on quantized inputs makes up for a share of the difference (:func:`.corrected_target`).
+For each input x of the full-precision model and the same input x~ of the quantized model so far, it sums
+``(x - x~) x~^T``. With this sum, a rounding on quantized inputs makes up for a share of the difference
+(:func:`.corrected_target`).
 """
 
 from __future__ import annotations
@@ -15,16 +17,24 @@ from lightning_obs.observers.statistic import Statistic
 
 
 class InputErrors(Observer):
-    """Gathers how the inputs of a weight's module differ between two runs of the model.
+    """Gathers the errors of the inputs of a weight's module, from pairs of inputs.
 
-    ``input_errors`` is the sum of ``(x - x~) x~^T`` over tokens, ``(C, C)`` in float32, x in full precision and x~ of
-    the quantized model so far. It observes pairs ``(2, ..., C)``: x, then x~.
+    ``Observation.of_model`` makes one for each weight whose rounding has a correction, under the base name
+    ``INPUT_ERRORS``. :class:`.PairedInputs` gives it the pairs, and ``make_roundings`` reads ``input_errors``: the sum
+    of ``(x - x~) x~^T`` over tokens, ``(C, C)`` in float32.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("input_errors", "sum", of_inputs=True),)
+    #: the fields of ``args`` that measure_inputs depends on: none, so all such observers share what they measure
     _inputs_by: ClassVar[tuple[str, ...]] = ()
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor]:
-        """The sum of ``(x - x~) x~^T`` of a pair."""
+        """The sum of ``(x - x~) x~^T`` over the tokens of one pair.
+
+        ``observe_inputs_shared`` calls this for each call of the module in the quantized run.
+
+        Args:
+            value: ``(2, ..., C)``: x, then x~.
+        """
         exact, quantized = value.float()
         return (cross_products(exact - quantized, quantized),)

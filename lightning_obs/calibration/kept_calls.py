@@ -1,7 +1,8 @@
-"""The calls of a model, kept while its owner runs it, to be run again block by block.
+"""Keep the arguments of a model's calls while the user's code runs it, to run the calls again block by block.
 
-A session whose weights are rounded on quantized inputs cannot observe the owner's run: its inputs are those of the
-unquantized model. It keeps the arguments instead, on the CPU.
+A session whose weights are rounded on quantized inputs cannot observe the user's run: the modules read the inputs of
+the unquantized model there. So the session keeps the arguments of each call on the CPU, and
+``CalibrationSession.finalize`` runs the calls again.
 """
 
 from __future__ import annotations
@@ -23,41 +24,47 @@ from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 
 @dataclass(frozen=True)
 class _Call:
-    """What was in force when the model was called: mask and weights of its tokens, autocast of its device."""
+    """The state in which the model was called, kept beside the arguments of the call."""
 
-    mask: torch.Tensor | None
-    autocast: Autocast
-    token_weights: WeightsOfCall | None
+    mask: torch.Tensor | None  # of the tokens that count; None: all tokens count
+    autocast: Autocast  # of the model's device
+    token_weights: WeightsOfCall | None  # how much each token counts; None: all tokens count alike
 
 
 class KeptCalls:
-    """The arguments of the observed calls of a model, and which tokens of each count.
+    """Keeps the observed calls of a model, and runs them again; a :class:`.Batches` for a calibration step by step.
+
+    A session makes one if its weights are rounded on quantized inputs.
 
     Args:
-        observation: of the model; calls are kept unless its record is paused.
+        observation: of the model. A call is not kept while ``observation.calls`` is paused.
     """
 
     def __init__(self, observation: Observation) -> None:
         self._observation = observation
         self._batches = KeptBatches(KEPT_BYTES)
         self._remove_hook: Callable[[], None] | None = None
-        #: how much each token counts, measured in the owner's run; None: all count alike
+        #: measures how much each token counts, in the user's run; None: all tokens count alike
         self.token_weights: TokenWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no calls, and keeps none."""
+        """Leave the calls and the hook out of a copy or pickle: a copy is not attached."""
         changes = {"_batches": KeptBatches(KEPT_BYTES), "_remove_hook": None, "token_weights": None}
         return {**vars(self), **changes}
 
     def __len__(self) -> int:
+        """How many calls are kept."""
         return len(self._batches)
 
     def attach(self, token_weights: TokenWeights | None, forget: bool = True) -> None:
-        """Keep each call from now on; called after the hook is on the model that sets mask and weights of a call.
+        """Keep each call of the model from now on, by a hook on the model.
+
+        ``CalibrationSession.attach`` calls this last: the hook that sets the mask and measures the token weights of a
+        call must run before the call is kept.
 
         Args:
-            token_weights: measured in each call before it is kept; None: all tokens count alike.
-            forget: release earlier calls.
+            token_weights: measures the weights of each call; None: all tokens count alike.
+            forget: release the calls that were kept before.
         """
         self.token_weights = token_weights
         self.detach()
@@ -68,17 +75,20 @@ class KeptCalls:
         self._remove_hook = keep_hook_out(model, handle)
 
     def detach(self) -> None:
-        """Keep no further calls. Can be called at any time, any number of times."""
+        """Remove the hook: no further calls are kept. Can be called at any time, any number of times."""
         if self._remove_hook is not None:
             self._remove_hook()
         self._remove_hook = None
 
     def release(self) -> None:
-        """Release the calls."""
+        """Release the kept calls; the session does so once they were run again."""
         self._batches = KeptBatches(KEPT_BYTES)
 
     def run(self, index: int) -> Any:
-        """Call the model with copies of the arguments of a kept call, as it was called; returns its output."""
+        """Repeat a kept call with copies of its arguments, its token weights and its autocast; return the output.
+
+        ``StepwiseCalibration`` calls this for each kept call, many times. It sets the mask itself (:meth:`mask`).
+        """
         args, kwargs = self._batches.copy(index)
         call: _Call = self._batches.note(index)
         if self.token_weights is not None and call.token_weights is not None:
@@ -87,12 +97,12 @@ class KeptCalls:
             return self._observation.model(*args, **kwargs)
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """Which tokens of a call count, ``(batch, tokens)`` or ``(batch,)``; None: all."""
+        """The mask of a kept call, ``(batch, tokens)`` or ``(batch,)``, nonzero for what counts; None: all count."""
         call: _Call = self._batches.note(index)
         return call.mask
 
     def warn_of_calls_left_out(self) -> None:
-        """Warn of calls that did not fit in memory, and are not observed."""
+        """Warn if some calls did not fit in the memory for kept calls; called before the kept calls run again."""
         kept = len(self)
         if kept < self._batches.offered:
             warn(
@@ -101,6 +111,7 @@ class KeptCalls:
             )
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep one call; a forward pre-hook of the model."""
         if self._observation.calls.is_paused or is_inside_quantized(model):
             return
         parameter = next(model.parameters(), None)

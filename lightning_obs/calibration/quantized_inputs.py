@@ -1,4 +1,9 @@
-"""Calibrate a model in memory on quantized inputs, from calls of it that were kept while its owner ran it."""
+"""Calibrate a model in memory on quantized inputs, from calls that were kept while the user's code ran the model.
+
+``CalibrationSession.finalize`` comes here if weights are rounded on quantized inputs
+(``rounding={"name": "gptq", "inputs": "quantized"}``). The steps are in :mod:`.stepwise`; this file finds the model's
+blocks, and leaves the model's modes, caches and random numbers as they were.
+"""
 
 from __future__ import annotations
 
@@ -31,22 +36,23 @@ def calibrate_on_quantized_inputs(
 ) -> CalibrationResult:
     """Calibrate all planned modules step by step, and write their qparams. Every rank must call this.
 
-    Modes, buffers and random numbers of the model are as before.
+    Afterwards the model's training mode, its buffers and the random number generators are as before.
 
     Args:
         observation: of the model, without statistics.
-        batches: kept calls of the model on this rank.
-        token_weights: weighs the tokens of the batch that runs; None: all count alike.
+        batches: the kept calls of the model on this rank.
+        token_weights: has the weights of the tokens of the call that runs; None: all tokens count alike.
 
     Returns:
         The result; its ``seconds`` are for the caller to add.
 
     Raises:
-        CalibrationError: as :func:`.finalize`. Some qparams have been written then; the caller restores the earlier.
+        CalibrationError: as :func:`.finalize`. Some qparams may have been written by then; the caller restores the
+            earlier ones.
     """
     model = observation.model
     observation.skipped = set()
-    observation.calls.is_paused = False  # the owner may have paused it for its last batches
+    observation.calls.is_paused = False  # the callback may have paused it for the last batches of the user's run
     with left_as_it_was(model), _without_caches(model):
         blocks = _blocks_that_run_alone(observation, batches)
         stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
@@ -66,14 +72,17 @@ def calibrate_on_quantized_inputs(
 
 
 def _device_of(model: nn.Module) -> torch.device | None:
-    """Where the model runs; None without parameters."""
+    """The device of the model's first parameter; None if it has no parameters."""
     parameter = next(model.parameters(), None)
     return None if parameter is None else parameter.device
 
 
 @contextmanager
 def _without_caches(model: nn.Module) -> Iterator[None]:
-    """For a ``with`` block in which models of transformers keep no keys and values of earlier calls."""
+    """Set ``use_cache=False`` in the configs of transformers models inside the ``with`` block.
+
+    A block run by itself would otherwise fill key-value caches that no later block reads.
+    """
     configs: list[Any] = []
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -84,7 +93,10 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
 
 
 def _blocks_that_run_alone(observation: Observation, batches: Batches) -> Blocks:
-    """The blocks of the model if it can be run block by block on all ranks; else none: it runs as a whole."""
+    """The blocks of the model, if running block by block gives the model's output on all ranks.
+
+    Otherwise the result has no blocks: the model then runs as a whole for each step, which takes longer.
+    """
     model = observation.model
     collectives = observation.collectives
     blocks = _known_blocks(model)
@@ -96,7 +108,11 @@ def _blocks_that_run_alone(observation: Observation, batches: Batches) -> Blocks
 
 
 def _known_blocks(model: nn.Module) -> Blocks:
-    """The modules that transformers never splits, or else the longest list of modules of one class; perhaps none."""
+    """The decoder's blocks if transformers knows them, else the longest list of modules of one class.
+
+    A list is a ``ModuleList`` or ``Sequential`` of two or more modules, all with parameters. Without such a list the
+    result has no blocks.
+    """
     try:
         name, modules = find_blocks(model)
         return Blocks(name, list(modules))
@@ -114,7 +130,7 @@ def _known_blocks(model: nn.Module) -> Blocks:
 
 
 def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
-    """Whether the first batch has the same output if it runs block by block, each from the output of the one before."""
+    """Whether the first batch gives the same output block by block, each from the kept output of the block before."""
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)
     output: Any = None
@@ -135,6 +151,6 @@ def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:
-    """The first tensor of an output: of a model of transformers its loss, its logits, or the last hidden state."""
+    """The first tensor in a model's output: of a transformers model the loss, the logits, or the last hidden state."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
     return tensors[0] if tensors else None

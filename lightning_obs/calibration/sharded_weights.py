@@ -1,12 +1,14 @@
-"""Observe weights that are sharded over ranks: gather each one for the rank that searches it.
+"""Observe weights that FSDP shards over ranks: gather each weight for the rank that searches its range.
 
-Some ranges depend on the whole weight (a range of the tensor, a block, a search that ends when no scale improves), so
-each weight is searched whole, on one rank, and the ranges are then sent to all. Gathering is a collective: all ranks
-gather the same weights in the same order, also a rank that failed.
+Some ranges depend on the whole weight (one range per tensor or block, a search that ends when no scale improves). So
+one rank searches each whole weight, and the ranges are then sent to all ranks. Gathering is a collective: every rank,
+even one that has failed, gathers the same weights in the same order.
 
-Weights are gathered by unit: of FSDP2 one weight, of FSDP1 all parameters that one wrapper holds. One turn gathers a
-unit for each rank, then all ranks search at once. So of FSDP2 a rank holds at most two whole weights, and of FSDP1
-one unit and its share of the turn's other units.
+A *unit* is what is gathered at once: with FSDP2 one weight, with FSDP1 all parameters of one wrapper. A *turn* gathers
+one unit for each rank, and then all ranks search at the same time. So a rank holds at most two whole weights with
+FSDP2, and with FSDP1 one unit and its own weights of the turn's other units.
+
+:class:`.WeightSearch` uses this file if any weight of the plan is sharded.
 """
 
 from __future__ import annotations
@@ -25,14 +27,14 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import share_weights
 
-#: lets the observer of a key observe its weight, a matrix
+#: lets an observer observe a weight, a matrix; called with the key (module name, base name), the observer, the weight
 Observe: TypeAlias = Callable[[Key, Observer, torch.Tensor], object]
 #: weights that are gathered together
 _Unit: TypeAlias = list[Key]
 
 
 class ShardedWeights:
-    """The weights of a model some of which are sharded over ranks, and their observers.
+    """Observes the weights of a model of which at least some are sharded over ranks.
 
     Args:
         modules: the module of each weight.
@@ -65,11 +67,14 @@ class ShardedWeights:
     def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
 
+        :meth:`.WeightSearch.observe` calls this in its place.
+
         Args:
-            keys: the weights to observe; the same on every rank where nothing failed.
-            owners: the rank that observes each weight.
+            keys: the weights to observe; the same on every rank on which nothing failed.
+            owners: by key, the rank that observes the weight.
             observe: called with each weight that this rank owns.
-            stretch: an earlier failure of this rank in it is raised on all ranks; a later one is kept there.
+            stretch: this rank's work. If it holds a failure, this rank observes nothing, and the failure is raised on
+                all ranks; a failure in here is kept in it.
 
         Returns:
             The number of collectives, without the gathering of weights.
@@ -98,11 +103,11 @@ class ShardedWeights:
     def _observe_sharded(
         self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe
     ) -> dict[Key, Exception | None]:
-        """Gather all sharded weights, and observe those of ``keys``.
+        """Gather all sharded weights, turn by turn, and observe those in ``keys`` (this rank's).
 
         Returns:
-            For each observed weight, the error of observing it, or None. It is not raised here, because
-            the other ranks wait for this rank to gather the next weights.
+            By key of each observed sharded weight, the error that observing it raised; None: no error. Errors are not
+            raised here, because the other ranks need this rank to gather the next weights.
         """
         failures: dict[Key, Exception | None] = {}
         for units in self._turns(owners):
@@ -123,8 +128,16 @@ class ShardedWeights:
         matrices: dict[Key, torch.Tensor],
         failures: dict[Key, Exception | None],
     ) -> None:
-        """Gather a unit's weights, and add those of ``keys`` to ``matrices``."""
-        # The next unit of FSDP1 takes the memory that a view would point to; a weight gathered by FSDP2 is no view.
+        """Gather the weights of a unit, and add those in ``keys`` to ``matrices``.
+
+        Args:
+            unit: whose parameters are whole now (:func:`.whole_unit`).
+            keys: the weights that this rank observes.
+            is_last: whether the unit is the last of its turn, so that its weights are observed before they are freed.
+            matrices: added to, by key.
+            failures: added to, if there is no memory for a copy.
+        """
+        # With FSDP1 a matrix is a view of memory that the next unit takes over, so it is copied. With FSDP2 it is not.
         is_view = unit_of(self.modules[unit[0]]) is not None
         for key in unit:
             matrix = whole_matrix(self.modules[key])
@@ -139,6 +152,7 @@ class ShardedWeights:
     def _observe_matrices(
         self, matrices: Mapping[Key, torch.Tensor], observe: Observe, failures: dict[Key, Exception | None]
     ) -> None:
+        """Call ``observe`` with each gathered weight; errors go to ``failures``."""
         for key, matrix in matrices.items():
             failures[key] = None
             try:
@@ -147,9 +161,10 @@ class ShardedWeights:
                 failures[key] = error
 
     def _turns(self, owners: Mapping[Key, int]) -> Iterator[list[_Unit]]:
-        """The units of each turn: one for each rank, as long as it has any left. The same on every rank.
+        """Yield the units of each turn, at most one for each rank; the same on every rank.
 
-        A unit is gathered in the turns of the rank that owns most of its elements.
+        A unit belongs to the rank that owns most of its elements. A rank whose units are used up has none in the
+        further turns.
         """
         key_of = {self.modules[key]: key for key in sorted(self._sharded)}
         ranks = self.collectives.size

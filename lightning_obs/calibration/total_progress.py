@@ -1,4 +1,4 @@
-"""The progress of a calibration that searches its weights in many parts."""
+"""The progress of a calibration step by step, which searches the weights of a model in many parts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from lightning_obs.files.tensors import Progress
 
 
 class TotalProgress:
-    """Reports the weights of all steps as one job.
+    """Shows the searches of all parts as one job, on one progress display; :class:`.StepwiseCalibration` has one.
 
     Args:
-        observation: of the whole model; its ``progress`` is called.
+        observation: of the whole model, with its ``progress``. The total is the bytes of all planned weights.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -25,12 +25,21 @@ class TotalProgress:
         self._done = 0
 
     def show(self, text: str) -> None:
-        """Show a text beside what is done so far."""
+        """Show a text beside the bytes that are done so far; block learning shows its steps by it."""
         if self._progress is not None:
             self._progress(text, self._done, sum(self._sizes.values()))
 
     def of_part(self, names: Sequence[str]) -> Progress | None:
-        """What the search of some modules' weights reports to."""
+        """A progress function for one part, which reports the part's progress as that of the whole model.
+
+        Called before the weights of the part are searched; later parts count this part as done.
+
+        Args:
+            names: of the modules of the part.
+
+        Returns:
+            The function to give to ``Observation.of``; None if the observation reports no progress.
+        """
         progress = self._progress
         if progress is None:
             return None
