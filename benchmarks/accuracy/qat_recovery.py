@@ -12,7 +12,8 @@ Training also teaches the text, so that more than 100 % of the loss can come bac
 ``+task.callback.start_step=1000000`` behind a recipe trains as many steps in full precision and calibrates afterwards,
 which shows that part.
 
-Exit code 1 where a recipe without overrides brings back less than GOALS asks for.
+Behind the table stands what a recipe without overrides should bring back (GOALS), and where it brings back less. That
+is no error: the exit code is 0.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Recovery:
         ]
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", nargs="+", default=RECIPES, help="a recipe, with overrides behind it")
     parser.add_argument("--model", help="folder; default: the default model")
@@ -106,7 +107,7 @@ def main() -> int:
     if options.model is not None:
         common.append(f"model.path={options.model}")
     started = time.monotonic()
-    shortcomings = []
+    verdicts = []
     for number, row in enumerate(options.rows):
         if time.monotonic() - started > 60 * options.minutes:
             break
@@ -117,9 +118,9 @@ def main() -> int:
             print(table_line(*header))
             print("|---" * len(header) + "|")
         print(*recovery.lines(row), sep="\n", flush=True)
-        shortcomings += shortcomings_of(row, recovery)
-    print("\n".join(shortcomings), file=sys.stderr)
-    return 1 if shortcomings else 0
+        if row in GOALS:
+            verdicts.append(verdict_of(row, recovery))
+    print("", *verdicts, sep="\n")
 
 
 def measure(row: str, common: Sequence[str], eval_batches: int) -> Recovery:
@@ -194,15 +195,16 @@ def clock(task: Finetune) -> float:
     return time.process_time() if device.type == "cpu" else time.monotonic()
 
 
-def shortcomings_of(row: str, recovery: Recovery) -> list[str]:
-    """What a recipe does not keep of its goals."""
-    shortcomings = []
-    same_kind, other_kind = GOALS.get(row, (0.0, 0.0))
+def verdict_of(recipe: str, recovery: Recovery) -> str:
+    """What a recipe of GOALS should bring back, and on which texts it brings back less."""
+    same_kind, other_kind = GOALS[recipe]
+    missed = []
     for text in recovery.original:
         goal = same_kind if text in (SAME_KIND, TRAINED_ON) else other_kind
         if recovery.recovered(text) < goal:
-            shortcomings.append(f"{row}: brought back {recovery.recovered(text):.0%} on {text}, less than {goal:.0%}")
-    return shortcomings
+            missed.append(f"{recovery.recovered(text):.0%} on {text}, less than {goal:.0%}")
+    goals = f"{recipe}: the goal is {same_kind:.0%} on text of the kind trained on and {other_kind:.0%} on other kinds"
+    return f"{goals}; missed: {'; '.join(missed)}" if missed else f"{goals}; reached"
 
 
 def table_line(*cells: str) -> str:
@@ -210,4 +212,4 @@ def table_line(*cells: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

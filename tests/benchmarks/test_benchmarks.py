@@ -1,4 +1,4 @@
-"""The benchmark of fine-tuning, on a tiny model: what it prints, and when it fails."""
+"""The benchmark of fine-tuning, on a tiny model: what it prints."""
 
 import re
 from pathlib import Path
@@ -79,12 +79,22 @@ def test_a_share_is_of_what_calibration_lost(script):
 
 
 @pytest.mark.parametrize(
-    ("recovered", "shortcomings"),
+    ("recovered", "verdict"),
     [
-        ((0.9, 0.0, 0.1, 0.9), []),
-        ((0.89, 0.0, 0.1, 0.9), ["w4a16: brought back 89% on same kind, less than 90%"]),
-        ((0.95, -0.1, 0.1, 0.9), ["w4a16: brought back -10% on descriptions, less than 0%"]),
+        ((0.9, 0.0, 0.1, 0.9), "reached"),
+        ((0.89, 0.0, 0.1, 0.9), "missed: 89% on same kind, less than 90%"),
+        ((0.95, -0.1, 0.1, 0.5), "missed: -10% on descriptions, less than 0%; 50% on trained on, less than 90%"),
     ],
 )
-def test_a_recipe_falls_short_of_its_goals_on_a_text(script, recovered, shortcomings):
-    assert script.shortcomings_of("w4a16", recovery_of(script, recovered)) == shortcomings
+def test_the_goal_of_a_recipe_is_said_and_where_it_is_missed(script, recovered, verdict):
+    goal = "w4a16: the goal is 90% on text of the kind trained on and 0% on other kinds"
+    assert script.verdict_of("w4a16", recovery_of(script, recovered)) == f"{goal}; {verdict}"
+
+
+@pytest.mark.usefixtures("script")
+def test_a_goal_that_is_missed_is_printed_and_no_error(tiny, tmp_path):
+    overrides = ("task.callback.teacher=null", "trainer.max_steps=1", "model.learning_rate=1e-9")
+    small = ("--eval-batches", "2", "--overrides", *SMALL, *overrides)
+    done = run_script(SCRIPT, "--model", str(tiny), *small, "--rows", "w4a16", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^w4a16: the goal is 90% .*; missed: ", done.stdout.splitlines()[-1])
