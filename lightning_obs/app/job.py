@@ -23,6 +23,9 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of
 from lightning_obs.model.weight import in_shards
 
+#: keys of ``model`` with which an exported checkpoint is loaded: it holds the sum of weights and adapters
+_OF_A_CHECKPOINT = {"dtype": "auto", "keep_packed": False, "lora": None, "adapters": None}
+
 
 class Job:
     """Model, data, callback and Trainer of a run that calibrates.
@@ -112,8 +115,8 @@ class Job:
             The LightningModule, and the model inside it.
         """
         if is_transformers_model(self.model):
-            dtype = {"dtype": "auto"} if "dtype" in self.config.model else {}
-            module = make_module(self.config, path=str(folder), **dtype)
+            arguments = {key: value for key, value in _OF_A_CHECKPOINT.items() if key in self.config.model}
+            module = make_module(self.config, path=str(folder), **arguments)
             return module, find_module(module, self.config.module)[1]
         module = make_module(self.config)
         model = find_module(module, self.config.module)[1]

@@ -50,6 +50,7 @@ COMMANDS_ELSEWHERE = {
     "images": "test_images",
     "install": "test_tutorial",
     "measure": "test_choosing",
+    "lora": "tests/app/test_lora.py",
     "measure_observers": "test_choosing",
     "offloaded": "tests/app/test_offloaded.py",
     "new_observer": "test_docs",

@@ -19,7 +19,9 @@ from torchmetrics.text import Perplexity
 from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
+from lightning_obs.app.models.adapters import add_adapters, load_adapters, refuse_both
 from lightning_obs.app.models.pretrained import load_pretrained
+from lightning_obs.checkpoint.packed import keep_packed as with_packed_weights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.moe.experts import linearize_experts as give_experts_linears
 
@@ -39,10 +41,14 @@ class CausalLM(LightningModule):
         offload_folder: for weights on disk that have no safetensors file.
         linearize_experts: give every expert Linear modules of its own, so that experts can be quantized.
         learning_rate: of AdamW, after a warm-up over a tenth of the steps, and down to zero along a cosine.
+        keep_packed: let the weights of a quantized checkpoint stay packed (:func:`~lightning_obs.keep_packed`).
+        lora: arguments of peft's ``LoraConfig`` for new adapters, which are then all that is trained; None: none.
+        adapters: a folder of adapters that peft has saved, which are loaded; None: none.
 
     Raises:
         CalibrationError: a learning rate that is not a positive number; a model that cannot be loaded
-            (:func:`~lightning_obs.app.models.pretrained.load_pretrained`).
+            (:func:`~lightning_obs.app.models.pretrained.load_pretrained`) or whose weights cannot stay packed; adapters
+            that cannot be made or loaded.
     """
 
     def __init__(
@@ -55,8 +61,12 @@ class CausalLM(LightningModule):
         offload_folder: str | None = None,
         linearize_experts: bool = True,
         learning_rate: float = 2e-5,
+        keep_packed: bool = False,
+        lora: Mapping[str, Any] | None = None,
+        adapters: str | os.PathLike[str] | None = None,
     ) -> None:
         _refuse_rate(learning_rate)
+        refuse_both(lora, adapters)
         super().__init__()
         self.model, self.tokenizer = load_pretrained(
             path,
@@ -71,6 +81,12 @@ class CausalLM(LightningModule):
         self.perplexity = Perplexity()
         if linearize_experts:
             give_experts_linears(self.model)
+        if keep_packed:
+            with_packed_weights(self.model)
+        if lora is not None:
+            self.model = add_adapters(self.model, lora)
+        if adapters is not None:
+            self.model = load_adapters(self.model, adapters)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Keyword arguments of ``self.model`` for a batch."""
