@@ -1,6 +1,7 @@
-"""The options of a calibration, in one dataclass that checks itself when it is made.
+"""The options of a calibration, as one dataclass that checks its fields when it is made.
 
-The session, both callbacks and the command line take these options, or their fields, and pass them on whole.
+The session, both callbacks, the functions that choose schemes, and the command line take these options, or their fields
+as keyword arguments, and pass them on as one object.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from lightning_obs.schemes.planned_modules import check_own_sets
 from lightning_obs.schemes.recipes import Recipe, RecipeLike
 
 OnMissing: TypeAlias = Literal["error", "warn", "siblings"]
-#: the options that become a part of the config
+#: the fields that say which modules are quantized and how they are observed; ``config`` is made of them
 _OF_SCHEME = ("targets", "ignore", "observers", "kv_cache", "rounding", "recipe")
 _Taker = TypeVar("_Taker", bound=Callable[..., Any])
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of :class:`CalibrationOptions` for type checkers and editors, of callables with ``**options``."""
+    """The fields of :class:`CalibrationOptions`, as the type of ``**options`` for type checkers and editors."""
 
     targets: str | Sequence[str] | None
     ignore: str | Sequence[str]
@@ -52,64 +53,67 @@ class OptionKeywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """The modules to quantize, how to observe them, and the engine that will load the checkpoint.
+    """Options of a calibration: which modules to quantize, how to observe them, which engines will load the result.
 
     Args:
         scheme: preset name (``"FP8"``, ``"INT8_STATIC"``, ``"W4A16"``...), dict, or ``QuantizationConfig``
             (:func:`~lightning_obs.schemes.config.resolve_config`). None with ``kv_cache``, for the cache alone.
-        targets: the modules to quantize where the scheme does not say (default: every Linear).
-        ignore: modules to leave alone: names, class names, ``re:`` patterns. Names are relative to the calibrated
+        targets: the modules to quantize, if the scheme does not say (default: every Linear).
+        ignore: modules not to quantize: names, class names, ``re:`` patterns. Names are relative to the calibrated
             module: ``"lm_head"``, not ``"model.lm_head"``, where a LightningModule's ``model`` is of transformers. A
             Linear that shares the weight of an Embedding is left out unless a target names it.
-        observers: observer per base name (weight, input, output; q, k, v):
-            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: the scheme's; else
-            ``memoryless_minmax`` for weights and ``minmax`` for the rest, a moving average (``static_minmax`` is the
-            range of all data). ``"auto"``: :class:`~lightning_obs.CalibrationCallback` chooses.
+        observers: the observer of each base name (weight, input, output; q, k, v):
+            ``{"input": "minmax", "weight": {"name": ..., <hyperparameter>: ...}}``. Default: the scheme's observers; if
+            the scheme names none, ``memoryless_minmax`` for weights and ``minmax`` for everything else. ``minmax`` is a
+            moving average over batches; ``static_minmax`` is the range of all data. ``"auto"``:
+            :class:`~lightning_obs.CalibrationCallback` chooses the observers by measurement.
         kv_cache: quantize k and v of every attention module (transformers models): ``"FP8"`` (one scale per layer for
             k and one for v), ``"FP8_HEAD"`` (one per head), a dict or ``QuantizationArgs``. With ``scheme=None``
             nothing else is quantized.
-        on_missing: the action when no data reached a module: ``"error"``; ``"warn"`` and leave it in full precision; or
-            ``"siblings"``, which quantizes an expert without tokens by its weights alone, its activations with the
-            range of all other experts of the layer (and is an error for other modules). In the validation of a
-            ``trainer.fit``, which an error would end, ``"error"`` is ``"warn"``.
+        on_missing: what to do if no data reached a module. ``"error"`` raises. ``"warn"`` leaves the module in full
+            precision, with a warning. ``"siblings"`` quantizes an expert without tokens: its weights without inputs,
+            its activations with the range of the layer's other experts; for a module that is no expert it raises. In
+            the validation of a ``trainer.fit``, which an error would end, ``"error"`` acts as ``"warn"``.
         engines: the engines that will load the checkpoint: ``"transformers"`` (``from_pretrained``, the default),
             ``"dequantize"`` (``CompressedTensorsConfig(dequantize=True)``), ``"vllm"``, ``"sglang"``, ``"llama.cpp"``,
-            the name of an engine of your own, or ``"unchecked"``; or a list of them, ``["vllm", "sglang"]``. The
-            checkpoint is written for the first one, and a warning says where that one computes a scheme differently.
-            A checkpoint that any of them would refuse is an error now; the functions that choose schemes leave such
-            candidates out.
-        calibrate_all_experts: let every expert observe all tokens, not only its own. Outputs do not change. Off: an
-            expert's range is that of the tokens that the router sends it.
+            the name of an engine of your own, or ``"unchecked"``; or a list of these, ``["vllm", "sglang"]``. The
+            checkpoint is written for the first engine, and a warning says where this engine computes a scheme
+            differently. A checkpoint that any of the engines would refuse is an error before the data; the functions
+            that choose schemes leave such candidates out.
+        calibrate_all_experts: let every expert observe all tokens of its layer. Outputs do not change. Off: an expert
+            observes the tokens that the router sends to it.
         fused_sets: names of modules, under one parent, that your engine fuses, in addition to
-            :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. They share global scales and
-            must have one scheme. A name that the engine's sets hold too belongs to yours.
+            :data:`~lightning_obs.engines.engine.FUSED_SETS`: ``[["a_proj", "b_proj"]]``. Modules of a set share their
+            global scales and must have one scheme. A name that is also in a set of the engine belongs to your set.
         join_fused_scales: let modules that vLLM fuses (q, k, v; gate, up; ``fused_sets``) share their scales per
-            tensor too. vLLM rounds the weights of static FP8 a second time, to the widest scale of the set; with
-            joined scales they are rounded once, on that scale. Off, as in llm-compressor: each has its own.
-        rounding: ``"gptq"``: after the scales of weights, choose numbers that are not the nearest ones, so that the
-            outputs change least (:func:`~lightning_obs.numerics.rounding.round_by_hessian`); or
-            ``{"name": "gptq", "act_order": ..., "damping": ...}``. It needs data, and gathers the whole Hessian of each
-            module's inputs (4 bytes per pair of channels), with ``weigh_tokens`` also the products of the gradients at
-            its outputs. The weights of the model do not change: a module gets the numbers beside its scale. With
-            ``"inputs": "quantized"`` the Hessian is that of the inputs which the quantized modules before give: the
-            model's calls are kept (2 GiB at most), and run again block by block; ``"correction"``, 0.5 there, is the
-            share of what the inputs differ by that the rounding makes up for. ``"learned"``
-            begins there and learns scales block by block
-            (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each group,
-            beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); else the nearest
-            numbers.
-        recipe: observers and rounding under one word (docs/guide/observers.md): ``"accurate"``, the least loss that was
-            measured, which needs data and memory for products of inputs; ``"fast"``, which chooses weights without
-            data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors that it has no choice for
-            stay as the scheme says; what ``observers`` and ``rounding`` name comes before it. What a model cannot run
-            is left out, with a warning before any data. Trained weights take its scales without its rounding.
+            tensor, too. vLLM rounds the weights of static FP8 a second time, with the widest scale of the set; with
+            joined scales the weights are rounded once, with that scale. Off, as in llm-compressor: each module has its
+            own scale.
+        rounding: ``"gptq"``, or ``{"name": "gptq", "act_order": ..., "damping": ...}``: once the scales of weights are
+            chosen, round the weights so that the modules' outputs change least, not each weight to the nearest number
+            (:func:`~lightning_obs.numerics.rounding.round_by_hessian`). It needs data, and gathers the Hessian of each
+            module's inputs (4 bytes for each pair of channels), with ``weigh_tokens`` also the products of the
+            gradients at its outputs. The model's weights do not change; a module gets the integers beside its scale.
+            With ``"inputs": "quantized"``, the Hessian is that of the inputs that the quantized modules before the
+            module give: the model's calls are kept (2 GiB at most), and run again block by block. ``"correction"``
+            (0.5 there) is the share of these inputs' errors that the rounding makes up for. ``"learned"`` does all
+            this, and then learns the scales block by block
+            (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each
+            group, beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); if it says
+            nothing, to the nearest number.
+        recipe: observers and rounding under one word (docs/guide/observers.md): ``"accurate"``, which lost least in
+            measurements, and needs data and memory for products of inputs; ``"fast"``, which chooses weights without
+            data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors for which the recipe has no
+            choice stay as the scheme says; ``observers`` and ``rounding`` take precedence over it. What a model cannot
+            run is left out, with a warning before any data. A fit that trains the weights uses the recipe's scales
+            without its rounding.
 
     Attributes:
-        config: the one ``QuantizationConfig`` that scheme, targets, ignore, observers, kv_cache, rounding and recipe
-            say together.
+        config: the one ``QuantizationConfig`` that follows from scheme, targets, ignore, observers, kv_cache, rounding
+            and recipe.
 
     Raises:
-        CalibrationError: an unknown scheme, field, observer or choice; all that can be refused without a model.
+        CalibrationError: an unknown scheme, field, observer or choice, or whatever else is wrong without a model.
 
     Examples:
         >>> CalibrationOptions("FP8", ignore="lm_head").label
@@ -154,7 +158,10 @@ class CalibrationOptions:
     def of(
         cls, scheme: SchemeLike | CalibrationOptions | None, **changes: Unpack[OptionKeywords]
     ) -> CalibrationOptions:
-        """These options, from a scheme and fields, or from options and the fields that differ."""
+        """Make options from a scheme and fields, or from options and the fields in which the new ones differ.
+
+        The constructors and functions with ``**options`` call this with what the user gave them.
+        """
         refuse_unknown(changes, cls.names(cls))
         if not isinstance(scheme, CalibrationOptions):
             return cls(scheme, **changes)
@@ -162,7 +169,11 @@ class CalibrationOptions:
 
     @staticmethod
     def names(owner: type) -> list[str]:
-        """Keyword arguments of the constructors of a class and its bases."""
+        """Names of the keyword-only arguments of the constructors of ``owner`` and its bases.
+
+        Of this class they are the fields beside the scheme. Callables with ``**options`` use them to refuse unknown
+        keywords.
+        """
         names: dict[str, None] = {}
         for base in owner.__mro__:
             if "__init__" not in vars(base):
@@ -179,21 +190,30 @@ class CalibrationOptions:
 
     @property
     def beside_scheme(self) -> dict[str, Any]:
-        """The fields that say neither which modules are quantized nor how they are observed."""
+        """The fields that are no part of the config (engines, ``on_missing``, ...), by name.
+
+        Used to make other options with another scheme: candidates of a choice, :meth:`with_config`.
+        """
         return {name: getattr(self, name) for name in self.names(type(self)) if name not in _OF_SCHEME}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
-        """These options with a complete config in place of scheme, targets, observers...; the kv cache stays."""
+        """These options with a complete config in place of scheme, targets, observers and the like.
+
+        The kv cache of these options stays if ``config`` has none. Used for a config that was chosen by measurement.
+        """
         config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
         return CalibrationOptions(config, **self.beside_scheme)
 
     @property
     def names_weight_observer(self) -> bool:
-        """Whether the user names the observer of weights, which no recipe then replaces."""
+        """Whether the user names an observer for weights; a recipe does not replace it then."""
         return names_observer(self.observers, "weight")
 
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
-        """These options with another recipe where they have one."""
+        """These options with ``change(recipe)`` as their recipe; the same options if they have no recipe.
+
+        Quantized fits and calibrations layer by layer remove the parts of a recipe that they cannot use.
+        """
         return self if self.recipe is None else replace(self, recipe=change(Recipe.of(self.recipe)))
 
     @property
@@ -203,14 +223,18 @@ class CalibrationOptions:
 
     @property
     def further_engines(self) -> list[Engine]:
-        """The engines beside :attr:`engine` that have to take the checkpoint."""
+        """The engines after the first, which must accept the checkpoint, too."""
         return [engine_of(name) for name in self.engines[1:]]
 
 
 def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
-    """Show the keyword arguments of ``source``, with their defaults, in the signature of a callable with ``**options``.
+    """Decorate a callable with ``**options``: its signature then shows the keyword arguments of ``source``.
 
-    ``help``, notebooks and LightningCLI read it there; type checkers and editors read the ``Unpack`` annotation.
+    ``help``, notebooks and LightningCLI read names and defaults there. Type checkers and editors read the ``Unpack``
+    annotation instead.
+
+    Args:
+        source: a callable with keyword-only arguments, such as :class:`CalibrationOptions`.
     """
 
     def decorated(taker: _Taker) -> _Taker:
@@ -229,7 +253,7 @@ def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
 
 
 def _names(option: str, value: Any) -> list[str]:
-    """The value of an option as a list of names; a CalibrationError for anything else."""
+    """The value of an option as a list of names: a name gives a list of one. A CalibrationError for anything else."""
     names: list[Any] = as_names(value) if isinstance(value, Iterable) else [None]
     if not all(isinstance(name, str) for name in names):
         raise CalibrationError(option, got=repr(value), expected="a name, or a list of names")
@@ -237,7 +261,10 @@ def _names(option: str, value: Any) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Configuration libraries hand over mappings and sequences of their own; everything below takes dict and list."""
+    """Turn nested mappings and sequences of configuration libraries (OmegaConf) into dicts and lists.
+
+    All other values, strings and tuples are returned as they are.
+    """
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, tuple)):

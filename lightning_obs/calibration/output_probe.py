@@ -1,12 +1,15 @@
-"""What of a model's output tokens are weighed by, and the gradients there from which a backward pass begins.
+"""Choose the tensors of a model's output that weigh tokens, and start a backward pass from random probes of them.
 
-An output that has ``logits`` is probed by the Fisher information of its classes: errors count as they move the
-predictions. Of every other output (embeddings, regression, boxes, images) each floating-point number counts alike: a
-probe of random signs s gives gradients g of ``<s, output>``, and ``E[(g^T d)^2]`` is the squared change of the output
-that a change d of a module's output causes, to first order (Gauss-Newton, estimated as Hutchinson estimates a trace).
+:mod:`.token_weights` uses this file. A *probe* is a random tensor in the shape of an output tensor, from which backward
+begins: the gradient g of ``<probe, output>`` at a module's output tells how much a change there matters.
 
-Several tensors (boxes in pixels beside scores) are made comparable sample by sample, so that no sum depends on how the
-data was cut into batches.
+An output with ``logits`` is probed by the Fisher information of its classes, so that an error counts by how much it
+changes the predictions. In every other output (embeddings, regression, boxes, images) each floating-point number counts
+alike: the probe holds random signs, and ``E[(g^T d)^2]`` is the squared change of the model's output, to first order,
+if the module's output changes by d (Gauss-Newton, estimated as Hutchinson estimates a trace).
+
+If an output has several tensors (boxes in pixels beside scores), each sample's numbers are divided by their root mean
+square. This is done sample by sample, so that no sum depends on how the data was cut into batches.
 
 Reference:
     Hutchinson, A stochastic estimator of the trace of the influence matrix for Laplacian smoothing splines, 1989;
@@ -29,10 +32,10 @@ from lightning_obs.forward.calls import named_logits
 from lightning_obs.forward.class_axis import LastLayer
 from lightning_obs.forward.probe import fisher_probe
 
-#: names and positions that lead to a tensor in an output
+#: the keys, field names and indices that lead to a tensor in a nested output
 Path: TypeAlias = tuple[Hashable, ...]
 
-#: fields of transformers' outputs that repeat what is inside of the model
+#: fields of transformers' outputs that return inner activations of the model; they are not probed
 _INSIDE = {
     "hidden_states",
     "attentions",
@@ -44,17 +47,18 @@ _INSIDE = {
     "decoder_hidden_states",
     "decoder_attentions",
 }
-#: the beginning of the names of boxes and masks beside the logits of transformers' detection models
+#: the prefix of the fields for boxes and masks in the outputs of transformers' detection models, beside ``logits``
 _BESIDE_LOGITS = "pred_"
 
 
 @dataclass(frozen=True)
 class ProbedTensor:
-    """A tensor of a model's output that is probed.
+    """A tensor of a model's output that is probed; made by :meth:`OutputProbe.tensors_of`.
 
     Attributes:
-        number: of the signs: tensors with signs of their own have different numbers.
-        values: ``(samples, C)`` or ``(samples, positions, C)``; of logits ``(samples, ..., classes)``.
+        number: which random signs it gets (:class:`.ProbeSigns`); tensors at different places of an output have
+            different numbers.
+        values: ``(samples, C)`` or ``(samples, positions, C)``; logits are ``(samples, ..., classes)``.
         are_logits: whether the last dimension holds the logits of classes.
     """
 
@@ -64,10 +68,14 @@ class ProbedTensor:
 
 
 class OutputProbe:
-    """Begins the backward pass of a call of a model, at its output.
+    """Runs backward from probes of a model's output; :class:`.TokenWeights` has one.
+
+    For each call it runs a copy of the model, and calls :meth:`watch` before, :meth:`tensors_of` and
+    :meth:`run_backward` after the copy's forward.
 
     Args:
-        model: of transformers, or any other; its ``config`` may say that its logits are a regression's.
+        model: any model. If its ``config`` says ``problem_type="regression"`` (transformers), its ``logits`` are probed
+            as plain numbers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,15 +84,18 @@ class OutputProbe:
         self._last_layer = LastLayer()
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Watch the layers of the model whose call comes next; ``stack`` removes the hooks."""
+        """Note the last layer of the next call of ``model``, which tells the class dimension of logits.
+
+        ``stack`` removes the hooks.
+        """
         self._last_layer = LastLayer()
         self._last_layer.watch(model, stack)
 
     def tensors_of(self, output: Any) -> list[ProbedTensor]:
-        """The tensors of an output that are probed; none where it has no floating-point tensor with samples.
+        """The tensors of an output that are probed; empty if it has no floating-point tensor with a batch dimension.
 
         Raises:
-            CalibrationError: which dimension of the logits holds the classes cannot be told.
+            CalibrationError: it cannot be told which dimension of the logits holds the classes.
         """
         logits = named_logits(output)
         if not isinstance(logits, torch.Tensor) or logits.ndim < 2 or not logits.is_floating_point():
@@ -104,15 +115,15 @@ class OutputProbe:
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Run backward from the probes of an output's tensors.
+        """Run backward once, from a probe of each of an output's tensors.
 
         Args:
-            tensors: with their history.
+            tensors: of :meth:`tensors_of`, with their autograd graph. Tensors without a graph are left out.
             mask: ``(batch, tokens)`` or ``(batch,)``, on the CPU, nonzero for what counts; None: all counts.
-            args, kwargs: of the call.
+            args, kwargs: of the call, whose values choose the random signs.
 
         Raises:
-            CalibrationError: no tensor has a history: no output depends on a module that is watched.
+            CalibrationError: no tensor has a graph, so no gradient could reach a module.
         """
         connected = [tensor for tensor in tensors if tensor.values.requires_grad]
         if not connected:
@@ -132,7 +143,14 @@ class OutputProbe:
 
 
 def _probe(tensor: ProbedTensor, signs: torch.Tensor, mask: torch.Tensor | None, is_single: bool) -> torch.Tensor:
-    """The gradient of a tensor from which backward begins; zero where the mask says that nothing counts."""
+    """The probe of a tensor, in its shape; zero wherever the mask excludes the sample or token.
+
+    Args:
+        tensor: of the output.
+        signs: in int8, in a shape that broadcasts to the tensor's values.
+        mask: of the batch.
+        is_single: whether the output has no other probed tensor, so that sizes need not be made comparable.
+    """
     values = tensor.values.detach()
     if tensor.are_logits:
         probe = fisher_probe(values, signs)
@@ -147,7 +165,7 @@ def _probe(tensor: ProbedTensor, signs: torch.Tensor, mask: torch.Tensor | None,
 
 
 def _counts_in(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """What of ``values`` the mask lets count, in a shape that broadcasts to them; None: it is no mask of theirs."""
+    """The mask as booleans in a shape that broadcasts to ``values``; None if it does not fit their first axes."""
     if mask is None or mask.ndim >= values.ndim or mask.shape != values.shape[: mask.ndim]:
         return None
     further = [1] * (values.ndim - mask.ndim)
@@ -155,9 +173,9 @@ def _counts_in(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor 
 
 
 def _size_of_samples(values: torch.Tensor) -> torch.Tensor:
-    """The root mean square of each sample's numbers, at least 1, in a shape that broadcasts to ``values``.
+    """The root mean square of each sample's numbers, but at least 1, in a shape that broadcasts to ``values``.
 
-    Numbers below 1 are left as they are: a number that is nearly zero in one sample does not make it count most.
+    Probes are divided by it. Without the lower limit, a sample whose numbers are nearly zero would count most.
     """
     squares = values.float().square()
     dimensions = tuple(range(1, values.ndim))
@@ -165,7 +183,15 @@ def _size_of_samples(values: torch.Tensor) -> torch.Tensor:
 
 
 def rows_that_count(tensor: ProbedTensor, mask: torch.Tensor | None, most: int) -> torch.Tensor:
-    """At most about ``most`` rows ``(n, C)`` of a probed tensor, in float32, none of padding."""
+    """Evenly spaced rows ``(n, C)`` of a probed tensor, in float32, without those that the mask excludes.
+
+    :class:`.TokenWeights` takes them from the outputs of the model and of its copy, to compare the two.
+
+    Args:
+        tensor: of an output.
+        mask: of the batch; None: all rows count.
+        most: about how many rows to take, fewer than ``2 * most``; all, if there are fewer.
+    """
     values = tensor.values.detach()
     rows = values.flatten(0, -2)
     counts = _counts_in(values, mask)
@@ -181,7 +207,12 @@ def rows_that_count(tensor: ProbedTensor, mask: torch.Tensor | None, most: int) 
 
 
 def _numbered(tensors: Sequence[tuple[Path, torch.Tensor]], first: int = 0) -> list[ProbedTensor]:
-    """Tensors that are no logits, in the shapes of a :class:`ProbedTensor`, numbered by their paths."""
+    """Make a :class:`ProbedTensor` of each tensor that is no logits.
+
+    Args:
+        tensors: with their paths; tensors of one path (the samples of a list) get the same number.
+        first: the first number.
+    """
     numbers: dict[Path, int] = {}
     probed = []
     for path, tensor in tensors:
@@ -192,9 +223,13 @@ def _numbered(tensors: Sequence[tuple[Path, torch.Tensor]], first: int = 0) -> l
 
 
 def _tensors(output: Any, path: Path = ()) -> list[tuple[Path, torch.Tensor]]:
-    """The floating-point tensors of an output that have samples, with their paths.
+    """The floating-point tensors of an output that have a batch dimension, with their paths.
 
-    A list of dicts is one of samples (torchvision's detections): its dicts have the same paths.
+    A list of dicts has a dict for each sample (torchvision's detections), so its index is no part of the path.
+
+    Args:
+        output: the output, or a part of it.
+        path: of the part.
     """
     if isinstance(output, torch.Tensor):
         is_probed = output.is_floating_point() and output.ndim > 0 and output.numel() > 0
@@ -208,7 +243,10 @@ def _tensors(output: Any, path: Path = ()) -> list[tuple[Path, torch.Tensor]]:
 
 
 def _parts(output: Any) -> Iterator[tuple[Any, Any]]:
-    """The parts of a dict, a list, a tuple or a dataclass, with their names; none of anything else."""
+    """Yield the parts of a dict, list, tuple or dataclass with their keys, indices or field names.
+
+    Nothing is yielded of any other value.
+    """
     if isinstance(output, Mapping):
         yield from output.items()
     elif isinstance(output, (list, tuple)):

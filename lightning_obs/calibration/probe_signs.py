@@ -1,12 +1,17 @@
-"""The random signs of the probe of a call's output, which do not depend on how the data was cut into batches.
+"""Random signs (+1, -1) for the probe of a model's output, independent of how the data was cut into batches.
 
-Predictions whose gradients add up in one token need signs of their own: the positions of a sequence, counted among the
-tokens that count, so that padding on either side moves none. Sequences of logits have the same signs: rows as long as
-a vocabulary are few. Of other numbers each sequence begins at a row of its own, so that more signs are averaged.
+:mod:`.output_probe` multiplies the output of each call by signs to estimate how much each token matters (Hutchinson's
+estimator). A *row* is the signs of one prediction, one sign for each of its C numbers or classes. Rows are drawn once,
+in a fixed order, and each prediction is given one:
 
-Where a sample has one prediction, its signs are found by its own values: with the same signs for all samples, classes
-that have one sign would count too little in every sample, and with signs by number they would depend on the order.
-Tensors of one output have signs of their own.
+- A sequence has several predictions, and their gradients add up in the tokens before. So each position gets another
+  row. Positions are counted without padding, so that padding on either side changes nothing.
+- All sequences of logits use the same rows, because rows as long as a vocabulary take much memory. For outputs with
+  fewer numbers, each sequence begins at a row of its own, so that more signs are averaged.
+- A sample with a single prediction gets its row from a hash of its input. With one row for all samples, classes that
+  have the same sign in it would count too little in every sample. A row by the sample's number would depend on the
+  order of the data.
+- Each tensor of an output has rows of its own, drawn from another seed.
 """
 
 from __future__ import annotations
@@ -19,19 +24,22 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_obs.calibration.token_mask import PADDING
 
-#: most rows of signs for samples with one prediction: a power of two
+#: the most rows of signs that samples share; a power of two, so that a hash is reduced by a bit mask
 _SAMPLE_ROWS = 1 << 12
-#: most signs in these rows: 16 MiB
+#: the most signs in all these rows together: 16 MiB in int8
 _MOST_SIGNS = 1 << 24
-#: by bytes of an element, the integer with as many
+#: by bytes of an element, the integer dtype of the same size, as which the bits of an input are hashed
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class ProbeSigns:
-    """Rows of random signs. A row has the same signs on every device, however many rows were asked for before it."""
+    """Draws and keeps the rows of signs; an :class:`.OutputProbe` has one.
+
+    A row has the same signs on every device and in every run, however many rows were drawn before it.
+    """
 
     def __init__(self) -> None:
-        #: by number of the tensor and width of a row: the generator of further rows, and the rows so far
+        #: by number of the tensor and length of a row: the generator of further rows, and the rows drawn so far
         self._rows: dict[tuple[int, int], tuple[torch.Generator, torch.Tensor]] = {}
 
     def of_call(
@@ -44,15 +52,16 @@ class ProbeSigns:
         *,
         by_sample: bool = False,
     ) -> torch.Tensor:
-        """Signs for a tensor of the output of a call of the model.
+        """Signs for one tensor of the output of a call; :meth:`.OutputProbe.run_backward` calls this.
 
         Args:
             values: ``(batch, C)`` or ``(batch, ..., C)``: logits of C classes, or C numbers of any kind.
-            mask: ``(batch, tokens)``, on the CPU, nonzero for tokens that count; None: all count.
-            args: positional arguments of the call.
+            mask: ``(batch, tokens)``, on the CPU, nonzero for tokens that count; None: all tokens count.
+            args: positional arguments of the call, whose values choose the rows of samples.
             kwargs: keyword arguments of the call.
-            number: of the tensor: those of another number are independent.
-            by_sample: whether the signs of ``(batch, positions, C)`` differ from sample to sample.
+            number: which tensor of the output it is; tensors of different numbers have independent signs.
+            by_sample: whether the samples of ``(batch, positions, C)`` begin at different rows, if there are rows
+                enough.
 
         Returns:
             ``(batch, ..., C)`` in int8, on the device of ``values``; without the batch axis where all samples have the
@@ -82,7 +91,10 @@ class ProbeSigns:
         kwargs: Mapping[str, Any],
         number: int,
     ) -> torch.Tensor:
-        """Signs for ``(batch, positions, C)``: a sample's first row by the values of its input, then the next ones."""
+        """Signs ``(batch, positions, C)``: the sample's input chooses the first row, and positions take the next rows.
+
+        Arguments are those of :meth:`of_call`.
+        """
         samples, positions, width = values.shape
         count = _rows_for_samples(width)
         first = _numbers_of_samples(samples, count, mask, args, kwargs).cpu()
@@ -94,7 +106,16 @@ class ProbeSigns:
         return rows[numbers.to(values.device)]
 
     def _first_rows(self, count: int, number: int, width: int, device: torch.device) -> torch.Tensor:
-        """At least the first ``count`` rows, ``(n, width)``; drawn on the CPU, so that every device has the same."""
+        """The rows drawn so far, ``(n, width)``, at least ``count`` of them.
+
+        They are drawn on the CPU, so that all devices have the same.
+
+        Args:
+            count: how many rows are needed.
+            number: of the tensor; the seed.
+            width: the length of a row.
+            device: where the rows are returned.
+        """
         key = number, width
         if key not in self._rows:
             self._rows[key] = torch.Generator().manual_seed(number), torch.empty(0, width, dtype=torch.int8)
@@ -109,7 +130,7 @@ class ProbeSigns:
 
 
 def _rows_for_samples(width: int) -> int:
-    """How many rows of signs samples with one prediction share: a power of two, fewer where a row is long."""
+    """How many rows of signs of length ``width`` the samples share: a power of two, smaller for long rows."""
     rows = _SAMPLE_ROWS
     while rows > 1 and rows * width > _MOST_SIGNS:
         rows //= 2
@@ -117,16 +138,25 @@ def _rows_for_samples(width: int) -> int:
 
 
 def _numbers_of_tokens(mask: torch.Tensor) -> torch.Tensor:
-    """The number of each token among the tokens of its sequence that count; a token that does not count has any."""
+    """The position of each token among the tokens of its sequence that count, ``(batch, tokens)``.
+
+    The values at tokens that do not count have no meaning.
+    """
     return (mask.bool().cumsum(-1) - 1).clamp_min(0)
 
 
 def _numbers_of_samples(
     samples: int, rows: int, mask: torch.Tensor | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> torch.Tensor:
-    """A number below ``rows`` for each sample, by the values of its input; padding has no part in it.
+    """A row number for each sample, ``(samples,)``, hashed from the values of its input without padding.
 
-    Where no input has a row for each sample, by its place in the output.
+    If no input has an entry for each sample, the number is the sample's index in the batch.
+
+    Args:
+        samples: how many samples the output has.
+        rows: how many rows there are, a power of two.
+        mask: of the tokens of the call.
+        args, kwargs: of the call.
     """
     value = _input_of(samples, args, kwargs)
     if value is None:
@@ -147,14 +177,15 @@ def _numbers_of_samples(
 
 
 def _factors(count: int, generator: torch.Generator) -> torch.Tensor:
-    """Random odd integers; the first ones are the same for any ``count``."""
+    """``count`` random odd integers, the factors of the hash; a larger ``count`` begins with the same integers."""
     return torch.randint(-(2**62), 2**62, (count,), generator=generator) * 2 + 1
 
 
 def _input_of(samples: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """The largest floating point tensor of a call with a row for each sample; without one, the largest of the others.
+    """The argument of a call whose values stand for the samples: its largest tensor with ``samples`` entries.
 
-    The first of several that are equally large. The attention mask is none of them.
+    Floating point tensors come before others, and the first of equally large tensors is taken. The attention mask is
+    left out. None if there is no such tensor.
     """
     arguments = {name: value for name, value in kwargs.items() if name != PADDING}
     largest = None

@@ -1,4 +1,10 @@
-"""A calibration as tensors and strings, for a checkpoint, and back onto a model."""
+"""Save a calibration, finished or not, in a checkpoint of a run, and restore it.
+
+A *finished* calibration is its config, qparams and checksums (:func:`dump_state`, :func:`load_state`); a
+:class:`.CalibrationSession` saves it in its ``state_dict``. The *statistics* of an observation that is not complete are
+saved by :func:`dump_observation`, when a checkpoint is written in the middle of a quantized fit
+(``fine_tuning/quantized_training.py``).
+"""
 
 from __future__ import annotations
 
@@ -24,10 +30,13 @@ from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfits
 
-#: of a state whose observers were chosen: the config that was asked for, and the candidates behind it
+#: the key, in a state whose observers were chosen by measurement, of the config that the user asked for (as JSON),
+#: followed by the candidates; ``CalibrationCallback`` writes it
 ASKED_CONFIG = "asked_config"
 
+#: number of the state's layout; a state with another number is refused
 _FORMAT = 5
+#: matches the paths of observers and their hyperparameters among the fields of a config
 _OBSERVER = re.compile(r"\.observer(_kwargs)?\b")
 _REMEDY = "load the checkpoint of this model, or calibrate again."
 
@@ -39,14 +48,17 @@ def dump_state(
     skipped: Iterable[str],
     followed: Iterable[str],
 ) -> dict[str, Any]:
-    """A calibration as tensors and strings, sealed.
+    """A finished calibration as a dict of tensors and strings, with a checksum of the whole (:func:`.sealed`).
+
+    Called by ``CalibrationSession.state_dict``.
 
     Args:
         plan: its config is saved.
         qparams: ``{"layer.weight_scale": tensor}``.
-        checksums: of the weights that they belong to, ``{"layer": {"weight": checksum}}``.
+        checksums: of the weights that the qparams belong to, ``{"layer": {"weight": checksum}}``.
         skipped: names of modules that were left in full precision.
-        followed: names of modules whose output is quantized behind the one that reads it.
+        followed: names of modules whose output is not quantized, because the output of a follower is
+            (:attr:`.OutputReaders.followed`).
     """
     return sealed(
         {
@@ -61,7 +73,7 @@ def dump_state(
 
 
 def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """``{"layer.weight_scale": value}`` as ``{"layer": {"weight_scale": value}}``."""
+    """Turn ``{"layer.weight_scale": value}`` into ``{"layer": {"weight_scale": value}}``."""
     nested: dict[str, dict[str, Any]] = {}
     for full_name, value in values.items():
         module_name, _, key = str(full_name).rpartition(".")
@@ -70,7 +82,14 @@ def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
-    """Write the qparams of a :func:`dump_state` to the plan's modules of ``model``.
+    """Write the qparams of a :func:`dump_state` to the planned modules of a model.
+
+    Called by ``CalibrationSession.load_state_dict``.
+
+    Args:
+        model: of the session; its modules get the checksums that were saved.
+        plan: of the session; outputs that the saved calibration did not quantize are dropped from it.
+        state: the result of :func:`dump_state`.
 
     Raises:
         CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
@@ -98,10 +117,16 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 
 
 def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> list[str]:
-    """The fields in which a config differs from a saved calibration's: ``["weights.num_bits: 8 -> 4", ...]``.
+    """The fields in which the config of a saved calibration differs from ``config``: ``["weights.num_bits: 8 -> 4"]``.
 
-    A config whose observers were chosen has a group for each combination of them. Its fields do not compare with those
-    of another config; those of the config that was asked for do, except for the observers.
+    If the saved observers were chosen by measurement, the saved config has a group for each combination of observers,
+    so its fields cannot be compared with those of ``config``. Then the config that the user asked for is compared,
+    without its observers. Called by :func:`refuse_other_options`, and by ``CalibrationCallback`` when it applies a
+    saved calibration.
+
+    Args:
+        state: the saved state.
+        config: of the present session.
     """
     present = dict(flat_fields(json.loads(config.model_dump_json())))
     try:
@@ -118,12 +143,15 @@ def changed_options(state: Mapping[str, Any], config: QuantizationConfig) -> lis
 
 
 def _without_observers(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config, without the observers and their hyperparameters."""
+    """The fields of a config (path -> value), without observers and their hyperparameters."""
     return {name: value for name, value in fields.items() if not _OBSERVER.search(name)}
 
 
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """The fields that differ: ``["ranks: 2 -> 1", ...]``."""
+    """A text for each field whose value differs: ``["ranks: 2 -> 1"]``.
+
+    Used for configs here, and for the facts of unfinished runs in ``streaming/finished_blocks.py``.
+    """
     texts = []
     for name in dict.fromkeys([*saved, *present]):
         if saved.get(name) != present.get(name):
@@ -132,7 +160,10 @@ def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -> None:
-    """Raise a CalibrationError that names the fields in which the config of a saved calibration differs."""
+    """Raise a CalibrationError if a saved calibration has another config than ``config``; it names the fields.
+
+    Called before a saved state is loaded, by :func:`load_state` and by a resumed quantized fit.
+    """
     refuse(
         changed_options(state, config),
         "the saved calibration was made with another scheme, other observers or another ignore list",
@@ -141,7 +172,12 @@ def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -
 
 
 def flat_fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts by their path: ``("weights.num_bits", 8)``..."""
+    """Yield the values of nested dicts with their paths: ``("weights.num_bits", 8)``.
+
+    Args:
+        value: the dict; anything else is yielded as it is.
+        name: the path to ``value``; empty at the top.
+    """
     if isinstance(value, dict) and value:
         for key, field in value.items():
             yield from flat_fields(field, f"{name}.{key}".lstrip("."))
@@ -150,7 +186,7 @@ def flat_fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _change(saved: Any, present: Any) -> str:
-    """The difference of a field; of two lists of names, perhaps hundreds, only the names that differ."""
+    """The text of one changed field: ``8 -> 4``. Of two lists (hundreds of names), only the entries that differ."""
     if not isinstance(saved, list) or not isinstance(present, list):
         return f"{saved!r} -> {present!r}"
     differences = []
@@ -164,12 +200,13 @@ def _change(saved: Any, present: Any) -> str:
 
 
 def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, Any]]:
-    """The statistics so far: ``{"layer.input": {statistic: value}}``; observers without any are left out.
+    """The statistics of observers so far: ``{"layer.input": {statistic: value}}``.
 
-    Tensors are the observers' own.
+    Observers without statistics are left out. Tensors are the observers' own, not copies. Called by
+    :func:`dump_observation`, and for a checkpoint of a quantized fit between two observations.
 
     Raises:
-        CalibrationError: a statistic is neither tensor, number nor string, so no checkpoint could hold it.
+        CalibrationError: a statistic is no tensor, number or string, so a checkpoint cannot hold it.
     """
     statistics_of = {key: observer.get_statistics() for key, observer in observers.items()}
     require_plain(statistics_of, "statistics that cannot be saved in a checkpoint")
@@ -177,7 +214,9 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
 
 
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let observers continue from a :func:`dump_statistics`.
+    """Give observers the statistics of a :func:`dump_statistics`; observers without an entry do not change.
+
+    Called when a quantized fit resumes from its checkpoint.
 
     Raises:
         CalibrationError: an observer's class declares a statistic that it did not declare when the state was saved.
@@ -191,9 +230,15 @@ def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mappi
 
 
 def _require_declared(observer: Observer, statistics: Mapping[str, Any], where: str) -> None:
-    """Refuse saved statistics of one tensor that lack some of those that its observer declares.
+    """Raise a CalibrationError if an observer declares statistics that were not saved.
 
-    An observer sets all statistics of a tensor together, and all of a module's inputs together.
+    An observer sets all its statistics of a tensor at once, and all its statistics of inputs at once. So if some of
+    these are absent and others are not, another version of the class has saved them.
+
+    Args:
+        observer: to be loaded.
+        statistics: its saved statistics by name.
+        where: the tensor, for the error.
     """
     for of_inputs in (False, True):
         declared = [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs == of_inputs]
@@ -208,10 +253,18 @@ def _require_declared(observer: Observer, statistics: Mapping[str, Any], where: 
 
 
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
-    """The statistics of all ranks, of an observation that is not complete. Every rank must call this.
+    """Gather the statistics of all ranks in an observation that is not complete. Every rank must call this.
 
-    A checkpoint holds one state for all ranks: extremes and counts are reduced; statistics whose reduction depends on
-    the order (moving averages, float sums, undeclared ones) are kept rank by rank. The observers do not change.
+    Called when Lightning writes a checkpoint in the middle of a quantized fit's observation. A checkpoint holds one
+    state for all ranks. Extremes and counts, which can be reduced exactly, are stored once. Statistics whose reduction
+    depends on the order (moving averages, sums of floats, undeclared statistics) are stored for each rank.
+
+    Args:
+        observers: they keep their statistics.
+        collectives: of this rank.
+
+    Returns:
+        ``{"reduced": statistics of all ranks, "of_ranks": [statistics of rank 0, ...]}``, the same on all ranks.
     """
     kept_by_rank: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
@@ -235,9 +288,12 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
 
 
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
-    """Let observers continue from a :func:`dump_observation`; rank 0 takes the reduced statistics.
+    """Give observers the statistics of a :func:`dump_observation`, when a quantized fit resumes.
 
-    False, and nothing is loaded, if statistics kept rank by rank are of another number of ranks.
+    Rank 0 takes the reduced statistics, and every rank takes those that were stored for it.
+
+    Returns:
+        False if statistics were stored for each rank and the number of ranks is another now; nothing is loaded then.
     """
     statistics_of_ranks = state["of_ranks"]
     has_inexact = any(statistics_of_ranks)
@@ -253,7 +309,7 @@ def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any]
 
 
 def _is_exact(observer: Observer) -> bool:
-    """Whether its statistics, reduced, have the same bits for any ranks in any order."""
+    """Whether reducing the observer's statistics over ranks gives the same bits in any order of the ranks."""
     declared = {statistic.name: statistic for statistic in declared_statistics(observer)}
     for name, value in observer.get_statistics().items():
         if name not in declared or not declared[name].is_exact(value):
@@ -262,8 +318,9 @@ def _is_exact(observer: Observer) -> bool:
 
 
 def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """A message for each saved quantization parameter that does not fit its module."""
-    # Before the first data, no module has qparams of activations. Modules that no data reached have none at all.
+    """Yield a message for each saved qparam that is missing, unexpected, or of another shape than its module needs."""
+    # A state may lack qparams that are not required: those of all activations, if it was saved before any data, and
+    # those of modules that no data reached.
     saved_base_names = {"weight"}
     for qparams in saved.values():
         saved_base_names |= {key.partition("_")[0] for key in qparams}

@@ -1,9 +1,13 @@
-"""Take padding, and samples that a sampler repeated, out of a module's inputs and outputs.
+"""Remove padding, and samples that DistributedSampler repeated, from a module's inputs and outputs.
 
-Removing the wrong rows gives a wrong range that nobody notices, so rows are removed only where one layout alone fits.
-``(batch, tokens, ...)`` with as many samples as tokens could be ``(tokens, batch, ...)``; a matrix of
-``batch * tokens`` rows could hold them in either order, or routed rows. transformers' models are batch first, also when
-flattened; others may have shown it by a batch of another size. An ambiguous layout is an error if rows have to go.
+A *mask* is ``(batch, tokens)``, nonzero for tokens that count, or ``(batch,)`` for whole samples. The hooks of
+:mod:`.hooks` apply it to each activation before it is observed.
+
+Removing the wrong rows gives a wrong range that nobody notices. So rows are removed only if the shape of an activation
+fits one layout alone. ``(batch, tokens, ...)`` with as many samples as tokens could also be ``(tokens, batch, ...)``. A
+matrix of ``batch * tokens`` rows could hold the tokens in either order, or be the rows that a router selected.
+transformers' models are batch first, also after flattening; another model may show its layout in a batch of another
+size. If rows have to be removed and the layout stays ambiguous, that is an error.
 """
 
 from __future__ import annotations
@@ -17,34 +21,37 @@ from lightning_obs.errors import CalibrationError
 
 #: the name under which transformers' models and tokenizers mark padding
 PADDING = "attention_mask"
-#: The known layout of a value. ``tokens``: none; ``heads``: an attention state ``(batch, heads, tokens, head_dim)``;
-#: ``positions``: a convolution's ``(batch, positions, channels)``; ``flattened``: ``(batch * tokens, channels)``;
-#: ``routed``: it may hold some rows of several samples.
+#: What is known of an activation's layout. ``tokens``: nothing but its shape; ``heads``: an attention state
+#: ``(batch, heads, tokens, head_dim)``; ``positions``: ``(batch, positions, channels)`` of a convolution;
+#: ``flattened``: ``(batch * tokens, channels)`` in this order; ``routed``: an expert's input, any rows of the batch.
 Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed"]
 
 
 class TokenSelection:
-    """Selects the rows that count; remembers the layout that earlier calls of each module have shown.
+    """Selects the rows of activations that a mask keeps, and remembers the layouts that earlier calls have shown.
+
+    The hooks of an observation share one, made when the first mask is used.
 
     Args:
-        batch_first: the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that order.
+        batch_first: whether the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that
+            order, as those of transformers' models are.
     """
 
     def __init__(self, batch_first: bool = False) -> None:
         self._is_batch_first = batch_first
-        #: by name of a module: whether all its matrices so far had one row per sample, and all its other activations
-        #: their samples first
+        #: by module name: whether in each call so far a matrix had one row for each sample, and any other activation
+        #: had the samples in its first axis
         self._shows_samples_first: dict[str, bool] = {}
 
     def of(self, value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout = "tokens") -> torch.Tensor:
-        """The rows of ``value`` that count.
+        """The rows of an activation that count; a hook calls this for each activation of a batch with a mask.
 
         Args:
-            value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector per sequence,
-                ``(batch, channels)``, has no padding and is returned as it is.
+            value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector for each
+                sequence, ``(batch, channels)``, has no padding and is returned as it is.
             mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
             name: of the module.
-            layout: of ``value``, as far as it is known.
+            layout: what is known of the layout of ``value``.
 
         Returns:
             ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
@@ -67,7 +74,7 @@ class TokenSelection:
         return rows
 
     def _remember_layout(self, value: torch.Tensor, counts: torch.Tensor, name: str) -> None:
-        """Remember whether an activation has its samples first; a square one does not show it."""
+        """Remember whether an activation has the samples in its first axis; a square activation does not show it."""
         if value.ndim == 2:
             has_samples_first = len(value) == len(counts)
         elif value.ndim == 3 and value.shape[0] != value.shape[1]:
@@ -77,7 +84,7 @@ class TokenSelection:
         self._shows_samples_first[name] = has_samples_first and self._shows_samples_first.get(name, True)
 
     def _select(self, value: torch.Tensor, counts: torch.Tensor, name: str, layout: Layout) -> torch.Tensor | None:
-        """The rows of an activation that count; None if the shape does not tell."""
+        """The rows of an activation that count; None if the shape does not tell which they are."""
         if bool(counts.all()) and (layout == "routed" or _may_be_mask_of(value, counts, layout)):
             return value
         if not bool(counts.any()):
@@ -96,7 +103,7 @@ class TokenSelection:
         return None
 
     def _rows_of_matrix(self, counts: torch.Tensor, rows: int, name: str, layout: Layout) -> torch.Tensor | None:
-        """Which of the rows of a matrix count, ``(rows,)``; None if the shape does not tell."""
+        """A mask ``(rows,)`` of the rows of a matrix that count; None if the shape does not tell which they are."""
         is_flattened = layout == "flattened" or self._is_batch_first
         samples = len(counts)
         if rows == samples and (self._is_batch_first or self._shows_samples_first[name]):
@@ -109,7 +116,11 @@ class TokenSelection:
 
 
 def take(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """``value[counts]``, of a mask on the host; an accelerator is given indices, for which the host does not wait."""
+    """``value[counts]`` for a mask ``counts`` on the host.
+
+    A boolean mask on an accelerator would make the host wait for the number of rows. So the indices are computed on the
+    host and sent.
+    """
     indices = []
     for index in counts.nonzero(as_tuple=True):
         indices.append(index.to(value.device, non_blocking=True))
@@ -117,12 +128,15 @@ def take(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _begins_with(value: torch.Tensor, counts: torch.Tensor) -> bool:
-    """Whether the first axes of an activation are the mask's."""
+    """Whether the first axes of an activation have the shape of the mask."""
     return value.shape[: counts.ndim] == counts.shape
 
 
 def _select_states(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | None:
-    """The tokens of an attention state ``(batch, heads, tokens, head_dim)`` that count; None for another shape."""
+    """The tokens that count of an attention state ``(batch, heads, tokens, head_dim)``, as ``(1, heads, n, head_dim)``.
+
+    None if the state has another shape, or the mask does not fit it.
+    """
     if value.ndim != 4:
         return None
     batch, _, tokens, _ = value.shape
@@ -133,7 +147,7 @@ def _select_states(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor | 
 
 
 def _may_be_mask_of(value: torch.Tensor, counts: torch.Tensor, layout: Layout) -> bool:
-    """Whether a mask that leaves nothing out can be the mask of this activation."""
+    """Whether a mask that keeps everything fits the shape of an activation, which can then be returned as it is."""
     if counts.ndim == 1:
         return True
     if layout == "heads" and value.ndim == 4:
@@ -144,6 +158,7 @@ def _may_be_mask_of(value: torch.Tensor, counts: torch.Tensor, layout: Layout) -
 
 
 def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: Layout) -> CalibrationError:
+    """The error to raise if the shape of an activation does not tell which of its rows count."""
     is_state = layout == "heads"
     expected = "(batch, heads, tokens, head_dim)" if is_state else "(batch, tokens, channels), tokens other than batch"
     if mask.ndim == 1:
@@ -166,7 +181,10 @@ def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: La
 
 
 def require_mask(mask: object, where: str) -> torch.Tensor:
-    """Return ``mask`` if it is a tensor ``(batch, tokens)`` or ``(batch,)``, else raise a CalibrationError."""
+    """Return ``mask`` if it is a tensor of one or two dimensions, else raise a CalibrationError.
+
+    Called for each mask that a user, a batch or a call of the model gives; ``where`` names it in the error.
+    """
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (1, 2):
         raise CalibrationError(
             f"{where} is not a token mask",
@@ -177,7 +195,16 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
 
 
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """The token mask of a batch of the DataLoader, by a key of the batch, or by a function of it."""
+    """Return the token mask of a batch of the DataLoader; the callbacks call this before each batch.
+
+    Args:
+        batch: of the DataLoader.
+        token_mask: the key or the attribute of the batch that holds the mask, or a function that takes the batch and
+            returns the mask.
+
+    Raises:
+        CalibrationError: the batch has no such key or attribute, or what it holds is no mask.
+    """
     if not isinstance(token_mask, str):
         return token_mask(batch)
     try:
