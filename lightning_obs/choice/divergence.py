@@ -1,20 +1,26 @@
-"""Measure how much each layer's quantization changes the model's predictions, for every candidate scheme at once.
+"""Estimate how much each layer's quantization changes the model's predictions, for every candidate scheme at once.
 
-The measure is the Kullback-Leibler divergence of the next-token distributions from the unquantized model's, with one
-layer quantized. Measuring it takes a forward pass per layer and scheme. Its second-order term takes one forward and one
-backward pass for all of them: a layer whose output changes by ``d`` changes the logits by ``J d``, and
+The measure is the Kullback-Leibler divergence of the predicted distributions from those of the unquantized model, if
+one layer is quantized. To measure it directly takes a forward pass for each layer and scheme. Its second-order term
+takes one forward and one backward pass for all layers and schemes together. A layer whose output changes by ``d``
+changes the logits by ``J d``, and
 
-    KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r),
+    KL = 1/2 d^T J^T F J d = 1/2 E[(v^T J d)^2],   F = diag(p) - p p^T,   v = sqrt(p) r - p (sqrt(p)^T r).
 
-where ``p`` are the predicted probabilities and ``r`` random signs: ``v`` has covariance F, as the gradient of the
-log-probability of a drawn label has, with less variance. ``v^T J`` is the gradient at the layer's output. No
-label of the text is used: a layer can lower the loss on a text by chance, but it cannot lower the divergence.
+``p`` are the predicted probabilities, and ``r`` random signs. The probe ``v`` has the covariance F. The gradient of the
+log-probability of a label drawn from p has this covariance, too, but more variance in the estimate. ``v^T J`` is the
+gradient at the layer's output, which backward from ``v`` gives. No label of the text is used: a layer can lower the
+loss on a text by chance, but it cannot lower the divergence.
 
-The signs of two positions are independent, so the square of the sum over a sequence is unbiased whether errors of
-neighbouring tokens agree or cancel, but noisy: one number per sequence. Sums over :data:`BLOCK` tokens, squared and
-added, are far less noisy, and leave out only the interaction of distant tokens.
+The signs of two positions are independent. So ``v^T J d``, summed over a whole sequence and squared, is an unbiased
+estimate, whether the errors of neighbouring tokens add up or cancel. But it is noisy: one number for each sequence.
+Sums over :data:`BLOCK` tokens, squared and added, are far less noisy, and omit only the interaction of distant tokens.
 
-Beyond second order the estimate is wrong; how far it holds on a real model is measured in docs/evidence/plans.md.
+Large changes are not covered by the second-order term; docs/evidence/plans.md measures how far it holds on a real
+model.
+
+A *twin* is a copy of a planned module that shares its parameters and computes with the qparams of one candidate scheme.
+:func:`~lightning_obs.sensitivity` makes the twins and calls :func:`divergences`.
 """
 
 from __future__ import annotations
@@ -49,16 +55,16 @@ from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
 from lightning_obs.model.weight import adapters_of, onloaded
 from lightning_obs.numerics.many_tensors import to_host
 
-#: the errors of this many neighbouring tokens are summed before they are squared
+#: the number of neighbouring tokens whose errors are summed before they are squared (why: see above)
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class ModuleTwins:
-    """A planned module, and by scheme a copy of it that shares its parameters and has the scheme's qparams.
+    """A planned module, and its twins by name of the scheme.
 
-    The module itself, as its name leads elsewhere in a model with LoRA adapters or wrappers: a plan has the names of
-    the merged model, without wrappers.
+    The module is kept beside its name, because ``model.get_submodule(name)`` fails in a model with LoRA adapters or
+    wrappers: a plan has the names of the merged model without wrappers.
     """
 
     module: nn.Module
@@ -67,28 +73,32 @@ class ModuleTwins:
 
 #: by module name
 Twins: TypeAlias = dict[str, ModuleTwins]
-#: by scheme and modules, their loss together
+#: by (name of the scheme, names of modules): the loss if these modules together have the scheme
 Losses: TypeAlias = dict[tuple[str, tuple[str, ...]], float]
-#: by scheme and module name, for each call of a batch, each position's share of the logits' probe
+#: by (name of the scheme, module name): for each call of the module in a batch, ``v^T J d`` of each position
 _Changes: TypeAlias = dict[tuple[str, str], list[torch.Tensor]]
 
 
 def divergences(
     model: nn.Module, batches: Sequence[Any], twins: Twins, groups: Iterable[tuple[str, ...]], seed: int
 ) -> tuple[Losses, int]:
-    """Run the model forward and backward, and each candidate's module on the inputs of the original.
+    """Estimate the KL divergence that each scheme causes in each group of modules.
 
-    Called by :func:`~lightning_obs.sensitivity` once all candidates are calibrated.
+    The model runs forward and backward once for each batch; hooks run the twins on the inputs of their modules. Called
+    by :func:`~lightning_obs.sensitivity` once all candidates are calibrated.
 
     Args:
         model: the unquantized model; it is left as it was.
-        batches: arguments of the model.
-        twins: the calibrated candidates.
-        groups: sets of modules whose loss together is estimated.
+        batches: the arguments of the model for each call.
+        twins: by module name, the twins of all schemes.
+        groups: sets of modules, each of which gets one estimate.
         seed: of the random signs.
 
     Returns:
-        The KL divergence in nats per token for each scheme and each of ``groups``, and the number of predictions.
+        The estimates in nats per prediction, by scheme and group, and the number of predictions.
+
+    Raises:
+        CalibrationError: the model's logits are not finite.
     """
     changes: _Changes = defaultdict(list)
     sums = _SquaredSums(groups)
@@ -118,14 +128,18 @@ def divergences(
 
 
 class _SquaredSums:
-    """By scheme and modules, the sum of squared changes over batches; it stays on the device until the end."""
+    """Sums up the squared changes of each scheme and group over batches, on the device, without waiting for it.
+
+    Args:
+        groups: sets of modules whose changes are summed before they are squared.
+    """
 
     def __init__(self, groups: Iterable[tuple[str, ...]]) -> None:
         self._groups = list(groups)
         self._totals: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
 
     def add(self, changes: _Changes) -> None:
-        """Add the changes of one batch."""
+        """Add the changes of one batch; called after its backward pass."""
         by_scheme: dict[str, dict[str, list[torch.Tensor]]] = {}
         for (scheme, name), changes_of_calls in changes.items():
             by_scheme.setdefault(scheme, {})[name] = changes_of_calls
@@ -136,15 +150,16 @@ class _SquaredSums:
                 self._totals[scheme, group] = total + _square(members)
 
     def read(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        """The sums, brought to the host in one transfer."""
+        """The sums by scheme and group, brought to the host in one transfer after the last batch."""
         totals = to_host(list(self._totals.values()))
         return dict(zip(self._totals, map(float, totals), strict=True))
 
 
 def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
-    """Run each offloaded module again when backward reaches it; else autograd would keep all weights.
+    """Let offloaded modules compute their forward again in backward (activation checkpointing).
 
-    Parameters need no gradients until ``stack`` is closed.
+    Otherwise autograd would keep the weights of all offloaded modules on the device until backward. The model's
+    parameters require no gradients until ``stack`` closes.
     """
     stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
     owners = set()
@@ -159,9 +174,13 @@ def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
 
 
 def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitStack) -> None:
-    """Quantize the forward of a module's twins, and hook the module so that backward runs them.
+    """Quantize the forwards of a module's twins, and hook the module so that backward runs the twins.
 
-    The weights of twins include LoRA adapters, so of a module with adapters the layer that adds them is hooked.
+    Args:
+        name: of the module.
+        twins: of the module.
+        changes: gets the changes of each twin.
+        stack: restores the forwards and removes the hook.
     """
     with weights_shared(twins):
         for twin in twins.by_scheme.values():
@@ -169,6 +188,7 @@ def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitSt
     alike = _first_alike(list(twins.by_scheme.values()))
     tap = _tap(name, twins, alike, changes)
     adapters = adapters_of(twins.module)
+    # The weights of twins include LoRA adapters, so their output is compared with that of the layer that adds these.
     hooked = twins.module if adapters is None else adapters
     handle = hooked.register_forward_hook(tap, with_kwargs=True)
     stack.callback(keep_hook_out(hooked, handle))
@@ -176,7 +196,11 @@ def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitSt
 
 @contextmanager
 def weights_shared(twins: ModuleTwins) -> Iterator[None]:
-    """Let a module and its twins have its parameters inside the ``with`` block, also where these are offloaded."""
+    """Load the parameters of a module, if they are offloaded, and give them to its twins inside the ``with`` block.
+
+    Entered wherever twins compute, here and in :mod:`.sensitivity`. After the block the twins share whatever the module
+    holds (meta tensors, if it is offloaded).
+    """
     with onloaded(twins.module):
         _lend_parameters(twins)
         yield
@@ -184,19 +208,23 @@ def weights_shared(twins: ModuleTwins) -> Iterator[None]:
 
 
 def _lend_parameters(twins: ModuleTwins) -> None:
+    """Let the twins use the dict of parameters that their module has now."""
     for twin in twins.by_scheme.values():
         twin._parameters = twins.module._parameters
 
 
 def _first_alike(twins: Sequence[nn.Module]) -> list[int]:
-    """For each twin, the number of the first twin that quantizes the weight to the same numbers."""
+    """For each twin, the index of the first twin with the same quantized weight, which then is computed only once.
+
+    Candidates often differ in their activations alone.
+    """
     formats = [_weight_format(twin) for twin in twins]
     scales = [_weight_qparams(twin) for twin in twins]
     numbers: list[int] = []
     for number in range(len(twins)):
         first = 0
         while formats[first] != formats[number] or not _are_all_equal(scales[first], scales[number]):
-            first += 1  # ends at the twin itself
+            first += 1  # ends at ``number`` at the latest: a twin equals itself
         numbers.append(first)
     return numbers
 
@@ -207,7 +235,7 @@ def _weight_qparams(twin: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _weight_format(twin: nn.Module) -> tuple[Any, ...]:
-    """Equal for twins whose weights have the same number format and dtypes of qparams."""
+    """A key that is equal for twins whose weights have the same number format and the same dtypes of qparams."""
     args = args_of(twin, "weight")
     number_format = args and args.model_dump(exclude={"observer", "observer_kwargs"})
     dtypes = {name: value.dtype for name, value in _weight_qparams(twin).items()}
@@ -215,7 +243,10 @@ def _weight_format(twin: nn.Module) -> tuple[Any, ...]:
 
 
 def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> bool:
-    """Whether qparams of the same names are known to be equal; an offloaded module's values are not known."""
+    """Whether two dicts of qparams with the same keys are known to hold equal values.
+
+    Values on the meta device (offloaded) are not known, so they count as different.
+    """
     for name, value in qparams.items():
         other = others[name]
         if value is other:
@@ -226,13 +257,16 @@ def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, tor
 
 
 def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes) -> Callable[..., torch.Tensor | None]:
-    """A forward hook that runs a module's twins once backward has reached its output.
+    """Make a forward hook that runs a module's twins when backward reaches the module's output.
+
+    For each twin, the difference of its output to the module's, multiplied by the gradient and summed over channels,
+    goes to ``changes``.
 
     Args:
         name: of the module.
         twins: of the module.
-        alike: :func:`_first_alike` of the twins; each different weight is quantized once.
-        changes: is added to, by scheme and name.
+        alike: the result of :func:`_first_alike`; twins with the same index share their quantized weight.
+        changes: added to, by scheme and ``name``.
     """
     quantizations = [quantization_of(twin) for twin in twins.by_scheme.values()]
 
@@ -252,7 +286,7 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
                 patch_attrs(quantizations, "weight_cache", caches_of_twins),
             ):
                 for scheme, twin in twins.by_scheme.items():
-                    # forward, not the call: the copy has the original's hooks
+                    # Not twin(...): the copied module has the hooks of the original.
                     difference: torch.Tensor = twin.forward(*_inputs_of(twin, args), **kwargs) - plain
                     change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)
                     changes[scheme, name].append(change_of_logits)
@@ -264,23 +298,25 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
 
 
 def _inputs_of(twin: nn.Module, args: Any) -> Any:
-    """The positional arguments for a twin: copies where it would change them in place, as backward needs them."""
+    """The positional arguments for a twin; copies if the module works in place, since backward needs the originals."""
     if not getattr(twin, "inplace", False):
         return args
     return tree_map_only(torch.Tensor, torch.clone, args)
 
 
 def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The sum, over all calls of some modules, of squared sums over :data:`BLOCK` neighbouring positions.
+    """Sum the changes of some modules over :data:`BLOCK` neighbouring positions, square the sums, and add them up.
 
     Args:
-        members: by module, the changes ``(..., positions)`` of each call.
+        members: for each module, the changes ``(..., positions)`` of each of its calls. If the modules have calls of
+            equal shapes (a fused set), their changes are added before they are squared; otherwise the squares of the
+            modules are added.
     """
     shapes = set()
     for changes_of_calls in members:
         shapes_of_calls = [changes.shape for changes in changes_of_calls]
         shapes.add(tuple(shapes_of_calls))
-    if len(shapes) == 1:  # fused: their changes of a token add up
+    if len(shapes) == 1:
         summed = []
         for changes_of_modules in zip(*members, strict=True):
             stacked = torch.stack(changes_of_modules)

@@ -1,9 +1,9 @@
 """Choose a scheme for each layer, so that the model loses least within a budget of bits.
 
-Estimated losses of layers (:mod:`.sensitivity`) add up, as second-order effects of small independent errors do. With
-one binary variable for each group of modules and each scheme, the best choice within a linear budget is a
-multiple-choice knapsack, which HiGHS solves (``scipy.optimize.milp``). Modules that engines fuse are one group, so they
-have one scheme. Sizes are bytes in the checkpoint, scales included.
+The loss of a plan is the sum of the estimated losses of its layers (:mod:`.sensitivity`), since second-order effects of
+small independent errors add up. With one binary variable for each group of modules and each scheme, the best choice
+within a linear budget is a multiple-choice knapsack, which HiGHS solves (``scipy.optimize.milp``). A *group* is the
+modules that must have one scheme, because engines fuse them. Sizes are bytes in the checkpoint, scales included.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.packages import import_package
 from lightning_obs.schemes.planned_modules import scheme_identity
 
-#: bits per weight as a number, or bytes as ``"90 MB"``
+#: bits per weight as a number, or bytes as text (``"90 MB"``); None: no limit
 Budget: TypeAlias = float | str | None
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
 class MixedPlan:
-    """One scheme for each module.
+    """A scheme for each module, with the size and the estimated loss; made by :func:`plan_of`.
 
     Attributes:
         schemes: by module name, the name of the scheme.
-        loss: the sum of the groups' estimated losses, in the units of :attr:`Sensitivity.method`.
+        loss: the sum of the groups' estimated losses, in the unit that :attr:`Sensitivity.method` names.
         size: bytes of the modules' weights and scales in a checkpoint.
-        weights: the number of these modules' weights.
-        config: for :class:`~lightning_obs.CalibrationCallback`, the command line and the export: a group for each
-            scheme that was chosen. None if nothing is quantized.
+        weights: how many numbers the weights of these modules have.
+        config: a config with a group for each scheme that was chosen, to be used as the scheme of a calibration. None
+            if nothing is quantized.
     """
 
     schemes: dict[str, str]
@@ -61,11 +61,15 @@ class MixedPlan:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many modules have each scheme."""
+        """How many modules have each scheme, by name of the scheme."""
         return dict(Counter(self.schemes.values()))
 
     def row(self, name: str = "") -> dict[str, Any]:
-        """The plan as a point of the frontier; a uniform plan has a name."""
+        """The plan as a dict, a point in the report's picture of the frontier.
+
+        Args:
+            name: the scheme, for a plan with one scheme for all modules; empty for mixed plans.
+        """
         return {
             "name": name,
             "bits_per_weight": self.bits,
@@ -89,23 +93,24 @@ def mixed_precision(
 ) -> QuantizationConfig:
     """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
 
-    :func:`~lightning_obs.sensitivity` and :func:`choose_schemes` in one; call these for the estimated losses, other
-    budgets of the same model, and the frontier.
+    This is :func:`~lightning_obs.sensitivity` followed by :func:`choose_schemes`. Call the two yourself to see the
+    estimated losses, to try several budgets, or for the frontier.
 
     Args:
         model: a module whose output is logits; it is not changed.
-        batches: to measure on, and to calibrate candidates that need it; None: the weights' own error decides.
+        batches: batches to measure on, and to calibrate the candidates that need data. None: the errors of the weights
+            decide, without data.
         schemes: candidates, with their observers and rounding: as :func:`~lightning_obs.sensitivity` takes them.
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
-            bytes (``"90 MB"``); None: as much as the best needs.
+            bytes (``"90 MB"``); None: no limit.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
         calibration: as for :func:`~lightning_obs.sensitivity`.
-        seed: as there.
+        seed: as for :func:`~lightning_obs.sensitivity`.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
             ``engines=["vllm", "llama.cpp"]``: the plan is one that all of them take.
 
     Returns:
-        A config with one group for each scheme that was chosen; modules without one are in its ``ignore``.
+        A config with one group for each scheme that was chosen; modules in full precision are in its ``ignore``.
 
     Raises:
         CalibrationError: a budget below the size of the smallest candidates, or an unreadable budget; all modules are
@@ -134,7 +139,14 @@ def mixed_precision(
 def choose_schemes(
     measured: Sensitivity, budget: Budget = None, *, at_most: Mapping[str, float] | None = None
 ) -> MixedPlan:
-    """The plan with the least estimated loss within a budget; see :func:`mixed_precision`.
+    """Return the plan with the least estimated loss within a budget.
+
+    Called by :func:`mixed_precision`, and by ``task=plan`` of the command line.
+
+    Args:
+        measured: losses and sizes of all groups and candidates.
+        budget: as for :func:`mixed_precision`.
+        at_most: as for :func:`mixed_precision`.
 
     Raises:
         CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
@@ -157,7 +169,7 @@ def choose_schemes(
 
 
 def _require_shares(shares: Mapping[str, float], candidates: Sequence[str]) -> None:
-    """Refuse shares of unknown schemes, and shares outside [0, 1]."""
+    """Raise a CalibrationError for shares (``at_most``) of unknown schemes, or outside [0, 1]."""
     unknown = sorted(set(shares) - set(candidates))
     refuse(unknown, "at_most names no candidate", expected=", ".join(candidates))
     outside = []
@@ -168,7 +180,7 @@ def _require_shares(shares: Mapping[str, float], candidates: Sequence[str]) -> N
 
 
 def _require_finite_losses(measured: Sensitivity) -> None:
-    """Refuse losses that are not finite: the solver cannot compare them."""
+    """Raise a CalibrationError for losses that are not finite, since the solver cannot compare them."""
     overflowing: list[str] = []
     for group in measured.groups:
         for scheme in measured.candidates:
@@ -182,9 +194,13 @@ def _require_finite_losses(measured: Sensitivity) -> None:
 
 
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
-    """The plan that gives every module one scheme, or each module its own.
+    """Make the plan that follows from a scheme for all modules, or from a scheme for each module.
 
-    The solver's solution becomes a plan here, and the command line's frontier gets its points of a single scheme.
+    The solver's solution becomes a plan here. The command line also makes the plans of a single scheme for its picture.
+
+    Args:
+        measured: losses and sizes of all groups and candidates.
+        schemes: the name of one scheme, or the scheme's name by module name.
 
     Raises:
         CalibrationError: no candidate of that name; no scheme, or two, for the modules of a group.
@@ -206,7 +222,7 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
 
 
 def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates: Sequence[str]) -> str:
-    """The name of the one scheme that ``schemes`` gives to the modules of a group."""
+    """The name of the scheme that ``schemes`` gives to the modules of a group; a CalibrationError if not one scheme."""
     if isinstance(schemes, str):
         names: list[str | None] = [schemes]
     else:
@@ -223,12 +239,15 @@ def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates:
 
 
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
-    """The best plans from the smallest size to the size beyond which nothing is gained, smallest first.
+    """Return the best plan for each of several budgets, smallest first.
+
+    Budgets go from the smallest possible size to the size of the best plan without a budget. ``task=plan`` of the
+    command line calls this for its table and picture.
 
     Args:
-        measured: losses and sizes.
-        points: budgets to try, evenly spaced in bits per weight. A plan that is best for several is returned once.
-        at_most: as in :func:`mixed_precision`.
+        measured: losses and sizes of all groups and candidates.
+        points: how many budgets to try, evenly spaced. A plan that is best for several budgets is returned once.
+        at_most: as for :func:`mixed_precision`.
     """
     best = choose_schemes(measured, at_most=at_most)
     largest = max(best.size, measured.least)
@@ -244,7 +263,11 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
 
 
 def budget_in_bytes(budget: float | str, weights: int) -> int:
-    """A budget as bytes, for a number of weights.
+    """Convert a budget to bytes; a CalibrationError if it cannot be read.
+
+    Args:
+        budget: bits per weight, or text with a unit of bytes.
+        weights: the number of weights to which bits per weight refer.
 
     >>> budget_in_bytes(4.5, weights=1000), budget_in_bytes("90 MB", weights=1000), budget_in_bytes("1KiB", weights=1)
     (562, 90000000, 1024)
@@ -269,15 +292,18 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
 
 
 def require_solver() -> None:
-    """Raise a :class:`CalibrationError` where scipy, which solves the knapsack, is not installed."""
+    """Raise a :class:`CalibrationError` if scipy, which solves the knapsack, is not installed.
+
+    Called before anything is measured: by :func:`mixed_precision` and by ``task=plan`` of the command line.
+    """
     import_package("scipy.optimize", "a choice of schemes within a budget")
 
 
 def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
-    """The plan with the least loss within a limit in bytes, or None where nothing fits.
+    """The plan with the least loss within a limit in bytes; None if nothing fits.
 
     Args:
-        measured: losses and sizes.
+        measured: losses and sizes of all groups and candidates.
         limit: bytes; None: no limit.
         shares: by scheme, the largest share of the weights that may have it.
     """
@@ -290,8 +316,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
     count = len(candidates)
     losses = _flat([group.losses for group in measured.groups], candidates)
     sizes = _flat([group.sizes for group in measured.groups], candidates)
-    # Losses are in units of their mean, because HiGHS' tolerances are absolute. Among equal losses, the smaller size is
-    # better.
+    # Losses are divided by their mean, because HiGHS' tolerances are absolute. Among equal losses, the small term for
+    # the size prefers the smaller candidate.
     mean_loss = max(losses.mean(), np.finfo(float).tiny)
     largest_size = max(sizes.max(), 1.0)
     cost = losses / mean_loss + 1e-6 * sizes / largest_size
@@ -310,7 +336,10 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
 
 
 def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
-    """The best of the plans that use one scheme beside full precision: an engine reads no more."""
+    """The best plan that uses one scheme beside full precision, for engines that read only one scheme.
+
+    Arguments are those of :func:`_solve`.
+    """
     mixed = replace(measured, alone=False)
     best: MixedPlan | None = None
     for scheme_name in measured.schemes:
@@ -323,7 +352,12 @@ def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mappin
 
 
 def _flat(rows: Sequence[Mapping[str, float]], candidates: Sequence[str]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """A number for each binary variable ``(groups * candidates,)``: all candidates of the first group first."""
+    """The numbers of all binary variables, ``(groups * candidates,)``: all candidates of the first group come first.
+
+    Args:
+        rows: for each group, a number by name of the candidate.
+        candidates: names of the candidates, in the order of the columns.
+    """
     table = np.empty((len(rows), len(candidates)))
     for row, numbers in enumerate(rows):
         for column, name in enumerate(candidates):
@@ -332,7 +366,14 @@ def _flat(rows: Sequence[Mapping[str, float]], candidates: Sequence[str]) -> np.
 
 
 def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: Mapping[str, float]) -> list[Any]:
-    """One scheme for each group; the limit in bytes; each scheme's share of the weights."""
+    """The solver's linear constraints: one scheme for each group, the limit in bytes, each scheme's share of weights.
+
+    Args:
+        measured: of the groups and candidates.
+        sizes: the bytes of each binary variable (:func:`_flat`).
+        limit: bytes; None: no limit.
+        shares: by scheme, the largest share of the weights that may have it.
+    """
     from scipy.optimize import LinearConstraint
     from scipy.sparse import coo_array
 
@@ -360,9 +401,12 @@ def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: M
 
 @contextmanager
 def _silent_solver() -> Iterator[None]:
-    """Keep HiGHS's prints from C++, which ignore its options (``transformNewIntegerFeas...``), off the terminal."""
+    """Send the process's standard output to ``/dev/null`` inside the ``with`` block.
+
+    HiGHS prints some lines from C++ whatever its options say (``transformNewIntegerFeas...``).
+    """
     libc = ctypes.CDLL(None)
-    libc.fflush(None)  # earlier output of the process is not ours to drop
+    libc.fflush(None)  # so that earlier output, which C may still buffer, is not dropped
     terminal = os.dup(1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
@@ -378,14 +422,13 @@ def _silent_solver() -> Iterator[None]:
 def config_of(
     modules: Mapping[str, tuple[str, QuantizationScheme | None]], ignore: Sequence[str]
 ) -> QuantizationConfig | None:
-    """A config with a group for each label and scheme that ``modules`` have; None if none of them has a scheme.
+    """A config with one group for each different pair of label and scheme; None if no module has a scheme.
 
-    Modules whose scheme is None, or that ``ignore`` matches, stay in full precision. Called for a plan of mixed schemes
-    and for a choice of observers.
+    Called for a plan of mixed schemes (the label is the candidate's name) and for a choice of observers.
 
     Args:
-        modules: by module name, a label and the module's scheme.
-        ignore: names and patterns of further modules.
+        modules: by module name, a label and the module's scheme; None: the module stays in full precision.
+        ignore: names and patterns of further modules that stay in full precision.
     """
     groups: dict[tuple[str, str], QuantizationScheme] = {}
     unquantized = []

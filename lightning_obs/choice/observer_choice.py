@@ -1,11 +1,14 @@
-"""Choose the observer of each tensor by the loss of the model's predictions on batches that it did not observe.
+"""Choose the observer of each weight and input by the loss of predictions on batches that were not observed.
 
-An observer is a candidate like any other: the same scheme with another range. So the score is that of
-:mod:`.sensitivity`: the change of a layer's output, weighted by what it does to the predictions. Some batches are
-observed, others are scored, so each is run once. All candidates are scored under the same random signs, so that small
-differences between them count.
+Candidates are the same scheme with other observers, that is, with other ranges. So they are scored as schemes are, by
+:mod:`.sensitivity`: the change of a layer's output, weighted by its effect on the model's predictions. Some batches are
+observed and the others are scored, so each batch is run once. All candidates are scored with the same random signs, so
+that small differences between them are no noise.
 
-Modules that an engine fuses have one scheme, and so one observer for their inputs and one for their weights.
+Modules that an engine fuses get the same observer for their inputs, and the same for their weights.
+
+:func:`choose_observers` is called by users, by ``task=observers`` of the command line, and by
+``CalibrationCallback(observers="auto")``.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, candid
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import SchemeLike, config_groups
 
-#: an observer's ``name``, its hyperparameters, and, for weights, ``rounding``
+#: an observer as a dict: its ``name``, its hyperparameters, and for weights perhaps ``rounding``
 _ObserverSpec: TypeAlias = dict[str, Any]
-#: The default candidates by base name, tried where they fit the scheme; the first of each list is always tried.
-#: Hessians and signed scales are tried for weights below 8 bits, where format and engine take them.
+#: The default candidates by base name (input, weight). The first of each list is always tried, the others if they fit
+#: the scheme. Observers with Hessians, and signed scales, are tried only for weights of fewer than 8 bits, and only if
+#: the format and the engine take them.
 CANDIDATES: dict[str, list[_ObserverSpec]] = {
     "input": [
         {"name": "static_minmax"},
@@ -47,23 +51,25 @@ CANDIDATES: dict[str, list[_ObserverSpec]] = {
         {"name": "hessian"},
     ],
 }
-#: A tensor takes another candidate than the overall best only below this share of the overall best's loss in that
-#: tensor: estimates for one tensor are noisy, and the least of several noisy estimates is often luck.
+#: A group of modules gets another candidate than the overall best only if its own loss with that candidate is below
+#: this share of its loss with the overall best. Estimates for one group are noisy, so a smaller gain may be luck.
 CLEARLY = 0.8
 #: by base name (input, weight), names of observers or dicts of name, hyperparameters and (weight) rounding
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
+#: the fields of a QuantizationScheme, by base name
 _FIELDS = {"input": "input_activations", "weight": "weights"}
 
 
 @dataclass(frozen=True)
 class ObserverChoice:
-    """The observer that each tensor got, and its gain.
+    """The result of :func:`choose_observers`: the observer of each tensor, and the estimated losses.
 
     Attributes:
-        config: the scheme with these observers: a group for each combination that was chosen.
-        observers: by module and base name, the observer's name and hyperparameters.
-        losses: by base name and candidate, its estimated loss over all modules, in nats per token on held-out batches.
-        chosen: by base name, the loss of the choice; never above that of any candidate.
+        config: the scheme with the chosen observers: a group for each combination that was chosen.
+        observers: by module name and base name, the observer's name and hyperparameters.
+        losses: by base name and candidate, the estimated loss if all modules have the candidate, in nats per token on
+            the batches that were scored.
+        chosen: by base name, the estimated loss of the choice; never above that of any candidate.
     """
 
     config: QuantizationConfig
@@ -73,7 +79,7 @@ class ObserverChoice:
 
     @property
     def counts(self) -> dict[str, Counter[str]]:
-        """The number of tensors that got each candidate, by base name."""
+        """By base name, how many tensors got each candidate."""
         counts: dict[str, Counter[str]] = {}
         for base_name in self.losses:
             counts[base_name] = Counter()
@@ -84,7 +90,7 @@ class ObserverChoice:
         return counts
 
     def table(self) -> Table:
-        """Candidates and the choice, as a table for ``rich.print``."""
+        """The candidates and the choice, as a table for ``rich.print``."""
         table = Table("of", "observer", title="observers", title_justify="left", box=None, pad_edge=False)
         table.add_column("estimated loss", justify="right")
         table.add_column("tensors", justify="right")
@@ -96,7 +102,7 @@ class ObserverChoice:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """Candidates and the choice, a row each: ``{"of", "observer", "loss", "tensors"}``."""
+        """A dict for each candidate and for the choice: ``{"of", "observer", "loss", "tensors"}``; for reports."""
         rows = []
         for base_name, losses in self.losses.items():
             tensors = self.counts[base_name]
@@ -122,12 +128,12 @@ def choose_observers(
 
     Args:
         model: a module whose output is logits; it is not changed.
-        batches: to observe. Without ``held_out`` every second one is scored instead.
-        scheme: as for :class:`~lightning_obs.CalibrationSession`; the choice keeps its kv cache as it is.
-        candidates: by base name (input, weight), names of observers or dicts of name and hyperparameters, of a weight
-            with ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; one that does not say
-            is rounded as the scheme says. Default: those of :data:`CANDIDATES` that fit the scheme.
-        held_out: batches to score on, if not every second one.
+        batches: batches to observe. Without ``held_out``, every second batch is scored and not observed.
+        scheme: as for :class:`~lightning_obs.CalibrationSession`; its kv cache stays as it is.
+        candidates: by base name (input, weight), names of observers, or dicts of name and hyperparameters. A dict for a
+            weight may hold ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; without it,
+            weights are rounded as the scheme says. Default: the candidates of :data:`CANDIDATES` that fit the scheme.
+        held_out: batches to score on.
         seed: as for :func:`~lightning_obs.sensitivity`.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
@@ -167,10 +173,10 @@ def choose_observers(
 def _choose(
     measured: Sensitivity, candidates: Mapping[str, Mapping[str, _ObserverSpec]], config: QuantizationConfig
 ) -> ObserverChoice:
-    """Give each group of modules the overall best candidate, or its own best where that is clearly better.
+    """Give each group of modules the overall best candidate, or its own best candidate if that is clearly better.
 
     Args:
-        measured: the losses of all candidates, under the names of :func:`_key`.
+        measured: the losses of all candidates, whose names are those that :func:`_key` makes.
         candidates: by base name and label.
         config: the scheme whose observers are chosen.
     """
@@ -201,7 +207,12 @@ def _choose(
 
 
 def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, float]:
-    """By label, a candidate's loss over all groups."""
+    """By label, the sum of a candidate's losses over all groups.
+
+    Args:
+        measured: the losses.
+        keys: by label, the name of the candidate in ``measured``.
+    """
     totals = dict.fromkeys(keys, 0.0)
     for group in measured.groups:
         for label, key in keys.items():
@@ -210,7 +221,7 @@ def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, f
 
 
 def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> str:
-    """The label of a group's candidate: ``overall_best``, unless another is clearly better (:data:`CLEARLY`)."""
+    """The label of the candidate for a group: ``overall_best``, unless another is clearly better (:data:`CLEARLY`)."""
     losses = {label: group.losses[key] for label, key in keys.items()}
     best = min(losses, key=losses.__getitem__)
     if losses[best] > CLEARLY * losses[overall_best]:
@@ -221,7 +232,13 @@ def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> 
 def _config_with(
     labels: Mapping[str, Mapping[str, str]], measured: Sensitivity, config: QuantizationConfig
 ) -> QuantizationConfig:
-    """The scheme with the observers that ``labels`` give by module and base name; the kv cache stays as it is."""
+    """The config of the choice.
+
+    Args:
+        labels: by module name and base name, the label of the chosen candidate.
+        measured: has the scheme of each module under each candidate.
+        config: the scheme whose observers are chosen; its ``ignore`` and kv cache are taken over.
+    """
     modules: dict[str, tuple[str, QuantizationScheme | None]] = {}
     for module_name, labels_by_base in labels.items():
         arguments: dict[str, Any] = {}
@@ -247,12 +264,15 @@ def _config_with(
 
 
 def _key(base_name: str, label: str) -> str:
-    """The name of an observer among the candidates of a sensitivity."""
+    """The name of a candidate in the :class:`.Sensitivity`: base name and label."""
     return f"{base_name}: {label}"
 
 
 def _candidate(options: CalibrationOptions, base_name: str, spec: _ObserverSpec) -> dict[str, Any]:
-    """The scheme with this observer, a candidate of a sensitivity; without the kv cache, which has no weights."""
+    """The scheme with another observer of one base name, as a candidate for :func:`~lightning_obs.sensitivity`.
+
+    The kv cache is left out, as sensitivities are for modules with weights.
+    """
     scheme = options.config.model_copy(update={"kv_cache_scheme": None})
     return {"scheme": scheme, "observers": {base_name: spec}}
 
@@ -260,14 +280,15 @@ def _candidate(options: CalibrationOptions, base_name: str, spec: _ObserverSpec)
 def fitting_candidates(
     model: nn.Module, options: CalibrationOptions, candidates: Candidates | None = None
 ) -> dict[str, dict[str, _ObserverSpec]]:
-    """The candidates that fit the scheme, by base name and label.
+    """Return the candidates that fit scheme, model and engines, by base name and label.
 
-    Called by :func:`choose_observers`, and before a run with ``observers="auto"``, so that a misfit is told at once.
+    Called by :func:`choose_observers`. Before a run, ``CalibrationCallback(observers="auto")`` and ``task=observers``
+    call it to refuse candidates before any data. A report calls it to decide whether to propose a choice of observers.
 
     Args:
         model: the module that is calibrated; it is not changed.
         options: of the calibration whose observers are chosen.
-        candidates: the user's, all of which have to fit; None: :data:`CANDIDATES`, of which some may not.
+        candidates: the user's candidates, all of which must fit; None: those of :data:`CANDIDATES` that fit.
 
     Raises:
         CalibrationError: a candidate of the user does not fit; there is nothing to observe.
@@ -292,7 +313,10 @@ def fitting_candidates(
 
 
 def _observed_arguments(config: QuantizationConfig, base_name: str) -> list[QuantizationArgs]:
-    """The number formats of a scheme's groups for weights or inputs, as far as their ranges are observed."""
+    """The number formats of weights or inputs, one for each group of the scheme whose ranges are observed.
+
+    Groups in full precision, or quantized dynamically, have none.
+    """
     observed: list[QuantizationArgs] = []
     for group in config_groups(config):
         field = _FIELDS[base_name]
@@ -305,9 +329,14 @@ def _observed_arguments(config: QuantizationConfig, base_name: str) -> list[Quan
 def _specs(
     base_name: str, observed_arguments: Sequence[QuantizationArgs], candidates: Candidates | None
 ) -> list[tuple[list[_ObserverSpec], bool]]:
-    """For each candidate its forms, of which the first that fits is tried, and whether it has to fit.
+    """The candidates for a base name, each as a list of forms and whether one of the forms must fit.
 
-    Empty where the user gives candidates, but none for this base name.
+    The first form that fits is used. Empty if the user gives candidates, but none for this base name.
+
+    Args:
+        base_name: input or weight.
+        observed_arguments: the number formats in the scheme.
+        candidates: the user's; None: the default candidates.
     """
     default, *alternatives = CANDIDATES[base_name]
     if candidates is None:
@@ -328,7 +357,10 @@ def _specs(
 
 
 def _default_forms(base_name: str, spec: _ObserverSpec, is_small: bool) -> list[_ObserverSpec]:
-    """The forms of a default candidate: weights below 8 bits (``is_small``) with signed scales where these fit."""
+    """The forms of a default candidate: below 8 bits (``is_small``), a weight's with signed scales, then without.
+
+    Empty for an observer with a Hessian and weights of 8 bits or more.
+    """
     if base_name != "weight":
         return [spec]
     if is_small:
@@ -341,7 +373,7 @@ def _default_forms(base_name: str, spec: _ObserverSpec, is_small: bool) -> list[
 def _fits(
     model: nn.Module, options: CalibrationOptions, base_name: str, spec: _ObserverSpec, is_required: bool
 ) -> bool:
-    """Whether the model could be calibrated with this observer; raises the reason if it ``is_required``."""
+    """Whether a session with this observer can be made; if ``is_required``, the error is raised instead of False."""
     try:
         candidate = _candidate(options, base_name, spec)
         CalibrationSession(model, candidate_options(candidate, **options.beside_scheme))
@@ -353,7 +385,10 @@ def _fits(
 
 
 def require_candidates(candidates: Any) -> None:
-    """Refuse candidates of another form than ``{"input": ["minmax", {"name": "mse", "norm": 2.0}]}``."""
+    """Raise a CalibrationError for candidates of another form than ``{"input": ["minmax", {"name": "mse"}]}``.
+
+    Called by :func:`fitting_candidates`, and by the constructor of ``CalibrationCallback``.
+    """
     expected = "{'input': ['minmax', {'name': 'mse', 'norm': 2.0}]}"
     if candidates is not None and not isinstance(candidates, Mapping):
         raise CalibrationError("candidates", got=repr(candidates), expected=expected)
@@ -366,7 +401,7 @@ def require_candidates(candidates: Any) -> None:
 
 
 def _label(spec: Mapping[str, Any]) -> str:
-    """An observer as a person writes it.
+    """An observer as text, the label of a candidate.
 
     >>> _label({"name": "imatrix_mse", "norm": 2.0})
     'imatrix_mse(norm=2.0)'

@@ -1,8 +1,11 @@
-"""How much quantizing each layer changes the model's predictions, for every candidate scheme at once.
+"""Estimate how much quantizing each layer changes the model's predictions, for every candidate scheme at once.
 
-Every candidate is calibrated in one pass over the data, on copies of the modules that share their parameters; a Hessian
-that several candidates gather from one input is kept once. Then :mod:`.divergence` measures all
-copies in one forward and backward pass per batch.
+All candidates are calibrated in one pass over the data: each has a session, and the sessions observe the same calls. A
+Hessian that several candidates gather from one input is computed once. Each calibrated module gets a *twin* for each
+candidate: a copy that shares its parameters and has the candidate's qparams. Then :mod:`.divergence` runs all twins in
+one forward and backward pass for each batch.
+
+:mod:`.mixed_precision` chooses schemes by the result, :mod:`.observer_choice` observers.
 """
 
 from __future__ import annotations
@@ -39,8 +42,9 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
 #: a scheme, or a dict of ``scheme`` and other options of a calibration
 Candidate: TypeAlias = SchemeLike | Mapping[str, Any]
-#: candidates by name; None is full precision
+#: a list of presets, or candidates by name; None is full precision
 Schemes: TypeAlias = Sequence[str | None] | Mapping[str, Candidate | None]
+#: how losses were computed (:class:`Sensitivity`)
 Method: TypeAlias = Literal["divergence", "weight error"]
 
 #: the name of full precision among candidates
@@ -54,10 +58,11 @@ class Group:
     Attributes:
         names: of the modules.
         weights: how many numbers their weights have.
-        losses: by scheme, in the units of :attr:`Sensitivity.method`.
-        sizes: by scheme, the bytes of their weights and scales in a checkpoint.
+        losses: by name of the candidate, the estimated loss if the whole group has it, in the unit that
+            :attr:`Sensitivity.method` names.
+        sizes: by name of the candidate, the bytes of their weights and scales in a checkpoint.
 
-    :func:`sensitivity` makes them; ``choose_schemes`` and ``choose_observers`` decide for each.
+    :func:`sensitivity` makes the groups; ``choose_schemes`` and ``choose_observers`` choose a candidate for each.
     """
 
     names: tuple[str, ...]
@@ -68,18 +73,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The loss of each candidate scheme in each layer.
+    """The estimated loss of each candidate in each layer, as :func:`sensitivity` returns it.
 
     Attributes:
-        groups: modules that choose together, in the model's order.
-        layers: by scheme, the loss of each module alone.
-        schemes: by name, the scheme of each module.
-        ignore: as given, left out by all candidates; and modules that cannot be quantized (tied heads).
+        groups: the modules in groups that must have one scheme, in the model's order.
+        layers: by name of the candidate and of the module, the loss of the module alone.
+        schemes: by name of the candidate and of the module, the module's scheme; without full precision.
+        ignore: names and patterns of modules that no candidate quantizes: those of the option ``ignore``, and modules
+            that cannot be quantized (tied heads).
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
-            ``"weight error"``: relative squared errors of the weights, which no data was needed for and which say
-            little about the model.
-        tokens: predictions that were measured.
-        alone: whether a plan may have only one of the schemes, because an engine reads only one.
+            ``"weight error"``: losses are relative squared errors of the weights, which need no data and say little
+            about the model.
+        tokens: how many predictions were measured.
+        alone: whether a plan may use only one of the schemes beside full precision, because an engine reads only one.
     """
 
     groups: list[Group]
@@ -97,12 +103,12 @@ class Sensitivity:
 
     @property
     def candidates(self) -> list[str]:
-        """Names of the candidate schemes."""
+        """Names of the candidates, full precision included."""
         return list(self.groups[0].sizes)
 
     @property
     def least(self) -> int:
-        """Bytes of the weights and scales where each group has its smallest candidate."""
+        """Bytes of all weights and scales if each group has its smallest candidate: the smallest possible plan."""
         smallest_sizes = [min(group.sizes.values()) for group in self.groups]
         return sum(smallest_sizes)
 
@@ -119,22 +125,25 @@ def sensitivity(
 ) -> Sensitivity:
     """Estimate how quantizing each layer alone changes the model's predictions, for every candidate scheme.
 
-    The model runs unquantized, in evaluation mode; afterwards it is as it was. Scales are a CalibrationSession's.
+    The model runs unquantized, in evaluation mode, and is afterwards as it was. Each candidate is calibrated as by a
+    :class:`~lightning_obs.CalibrationSession`. Called by users, :func:`~lightning_obs.mixed_precision`,
+    :func:`.choose_observers` and ``task=plan``.
 
     Args:
         model: a module whose output is logits ``(..., classes)``, or has them as ``logits``.
-        batches: keyword arguments (or one tensor) for the model, a few thousand tokens. None: the weights' own error.
+        batches: keyword arguments (or one tensor) for each call of the model, a few thousand tokens in all. None: no
+            data; losses are the errors of the weights.
         schemes: names of presets, or ``{name: scheme}``; None is full precision. A candidate that differs in more than
             its scheme is a dict of ``scheme`` and fields of :class:`~lightning_obs.CalibrationOptions`:
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: of the random signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
-            Candidates that one of ``engines`` does not take are left out, with a warning.
+            Candidates that one of ``engines`` refuses are left out, with a warning.
 
     Raises:
-        CalibrationError: a scheme that does not fit; none that all ``engines`` take; none, or a name twice; weights in
-            shards; logits not finite.
+        CalibrationError: a scheme does not fit the model; the engines refuse all candidates; there is no candidate, or
+            a name twice; weights are in shards; logits are not finite.
 
     Reference:
         Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193, sections 5 and 9
@@ -147,7 +156,7 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
-    if engines:  # asked below, where a refusal leaves a candidate out
+    if engines:  # _sessions asks them: there a refusal leaves the candidate out, here it would be an error
         options["engines"] = "unchecked"
         options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
     schemes_by_name = _by_name(schemes)
@@ -186,7 +195,7 @@ def sensitivity(
 def _losses_of_modules(
     candidates: Iterable[str], module_names: Sequence[str], losses: Losses
 ) -> dict[str, dict[str, float]]:
-    """By scheme and module, the loss of the module alone; 0 where it was not measured."""
+    """By candidate and module, the loss of the module alone; 0 if it was not measured (full precision)."""
     layers: dict[str, dict[str, float]] = {}
     for scheme in candidates:
         layers[scheme] = {name: losses.get((scheme, (name,)), 0.0) for name in module_names}
@@ -194,17 +203,17 @@ def _losses_of_modules(
 
 
 def _schemes_of(session: CalibrationSession) -> dict[str, QuantizationScheme]:
-    """By name, the scheme of each module that the session has calibrated."""
+    """By module name, the scheme of each module that the session has calibrated."""
     return {target.name: target.scheme for target in _calibrated_targets(session)}
 
 
 def _calibrated_targets(session: CalibrationSession) -> list[PlannedModule]:
-    """The planned modules, without those that no data reached."""
+    """The planned modules of a session, without those that no data reached."""
     return [target for target in session.plan.targets if target.name not in session.skipped]
 
 
 def _left_out(sessions: Iterable[CalibrationSession]) -> list[str]:
-    """Modules that any session's plan leaves out, each once."""
+    """Names of the modules that some session's plan could not quantize, each once."""
     names: dict[str, None] = {}
     for session in sessions:
         names |= dict.fromkeys(session.plan.left_out)
@@ -217,10 +226,16 @@ def _sessions(
     engines: Sequence[Engine],
     options: Mapping[str, Any],
 ) -> dict[str, CalibrationSession]:
-    """A session of each candidate that all engines take; a warning names the others.
+    """Make a session for each candidate that no engine refuses; a warning names each candidate that is left out.
+
+    Args:
+        model: of the sessions.
+        schemes: the candidates; full precision gets no session.
+        engines: that must accept a candidate.
+        options: of all candidates.
 
     Raises:
-        CalibrationError: weights in shards; a candidate that does not fit the model; none that all engines take.
+        CalibrationError: weights are in shards; a candidate does not fit the model; the engines refuse all candidates.
     """
     with_shards = [name for name, module in model.named_modules() if in_shards(module)]
     refuse(with_shards, "sensitivities need whole weights")
@@ -249,9 +264,9 @@ def _sessions(
 def _need_one_scheme(
     sessions: Iterable[CalibrationSession], first_group: Sequence[str], engines: Sequence[Engine]
 ) -> bool:
-    """Whether an engine refuses any two of the candidates in one plan.
+    """Whether some engine refuses a plan that mixes two of the candidates.
 
-    In the plan that engines are asked about, the modules of ``first_group`` have one candidate, all others the second.
+    Engines are asked about plans in which ``first_group`` has one candidate and all other modules have another.
     """
     for first, second in combinations(sessions, 2):
         targets = [target for target in first.plan.targets if target.name in first_group]
@@ -263,7 +278,7 @@ def _need_one_scheme(
 
 
 def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedModule]) -> CalibrationError | None:
-    """The reason why an engine does not take a checkpoint of these targets; None: it takes it."""
+    """The error with which an engine refuses a checkpoint of these planned modules; None: it accepts it."""
     try:
         checkpoint = PlannedCheckpoint(session.model, targets, session.options.fused_sets)
         engine.check(checkpoint)
@@ -273,10 +288,14 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
-    """The options of one candidate: its own take precedence over the options of all candidates.
+    """Make the options of one candidate, whose own fields take precedence over the options of all candidates.
 
-    Called for each candidate's session, by the choice of observers to see whether a candidate fits, and by the command
-    line's search for a plan.
+    Called here for each candidate's session; by :mod:`.observer_choice`, to see whether a candidate fits; and by
+    ``task=plan`` before any data.
+
+    Args:
+        candidate: a scheme, or a dict of ``scheme`` and other fields.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates.
     """
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
@@ -287,10 +306,10 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
 
 
 def _by_name(schemes: Schemes) -> dict[str, Candidate | None]:
-    """Candidate schemes by name; None is full precision.
+    """The candidates by name; a value of None is full precision.
 
     Raises:
-        CalibrationError: a scheme without a name, a name twice, or nothing to quantize.
+        CalibrationError: a scheme in a list that is no name, a name twice, or no scheme at all.
     """
     if isinstance(schemes, Mapping):
         named: dict[str, Candidate | None] = dict(schemes)
@@ -305,7 +324,7 @@ def _by_name(schemes: Schemes) -> dict[str, Candidate | None]:
 
 
 def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | None]:
-    """Presets by their names; None is named :data:`FULL_PRECISION`."""
+    """The presets of a list by their names; None is full precision, under the name :data:`FULL_PRECISION`."""
     unnamed = [repr(scheme) for scheme in presets if scheme is not None and not isinstance(scheme, str)]
     refuse(
         unnamed,
@@ -324,7 +343,15 @@ def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | Non
 
 
 def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], batches: Sequence[Any] | None) -> Twins:
-    """Calibrate every candidate in one pass over the data."""
+    """Calibrate every candidate in one pass over the data, and return the twins.
+
+    Afterwards the modules have the qparams that they had before.
+
+    Args:
+        model: that the batches run through.
+        sessions: by name of the candidate.
+        batches: of calibration data; None: there are none.
+    """
     twins: Twins = {}
     earlier_calibration = calibration_of(model)
     try:
@@ -344,9 +371,9 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
         )
         _observe(model, list(observing.values()), batches or ())
         for name, session in sessions.items():
-            session.finalize()  # and detach
+            session.finalize()  # also detaches
             for observer in session.data_observers.values():
-                observer.reset()  # a Hessian is large
+                observer.reset()  # frees Hessians, which are large
             for target in _calibrated_targets(session):
                 twins_of_module = twins.setdefault(target.name, ModuleTwins(target.module))
                 twins_of_module.by_scheme[name] = _twin(target.module)
@@ -356,7 +383,7 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
 
 
 def _observe(model: nn.Module, sessions: Sequence[CalibrationSession], batches: Sequence[Any]) -> None:
-    """Run the batches once, while all sessions observe; what several of them measure in one tensor is measured once."""
+    """Run the batches once while all sessions observe; statistics that several sessions need are computed once."""
     with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
         for session in sessions:
             session.attach(shares_calls_with=sessions[0])
@@ -367,9 +394,12 @@ def _observe(model: nn.Module, sessions: Sequence[CalibrationSession], batches: 
 
 
 def _twin(module: nn.Module) -> nn.Module:
-    """A copy that shares parameters; the qparams that its quantized forward registers are its own."""
+    """A copy of a calibrated module that shares its parameters, and keeps its qparams when the module gets others.
+
+    Buffers that the twin's quantized forward registers do not appear in the module.
+    """
     twin = copy.copy(module)
-    if is_dispatched(module):  # weights_shared lends it parameters, so its forward needs no hook that loads them
+    if is_dispatched(module):  # weights_shared gives the twin loaded parameters, so accelerate's hooks are not needed
         for name in ("_hf_hook", "_old_forward", "_original_forward_func", "forward"):
             vars(twin).pop(name, None)
     twin._buffers = dict(module._buffers)
@@ -381,7 +411,7 @@ def _twin(module: nn.Module) -> nn.Module:
 
 
 def _planned_modules(model: nn.Module, sessions: Mapping[str, CalibrationSession]) -> dict[str, nn.Module]:
-    """The modules that any candidate quantizes, by their names in plans, in the model's order."""
+    """By name in the plans, the modules that at least one candidate quantizes, in the model's order."""
     modules: dict[str, nn.Module] = {}
     for session in sessions.values():
         for target in session.plan.targets:
@@ -392,7 +422,7 @@ def _planned_modules(model: nn.Module, sessions: Mapping[str, CalibrationSession
 
 
 def _groups(module_names: Sequence[str], sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
-    """The modules ``module_names`` in sets that must have one scheme."""
+    """Split the modules into groups that must have one scheme: the unions of overlapping sets of all sessions."""
     sets = {name: {name} for name in module_names}  # by module, the modules that must have its scheme
     for session in sessions.values():
         for fused in session.result.plan.fused if session.result else ():
@@ -409,7 +439,7 @@ def _groups(module_names: Sequence[str], sessions: Mapping[str, CalibrationSessi
 
 @torch.no_grad()
 def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
-    """The sum of squared relative errors of weights, by scheme and modules."""
+    """By candidate and group, the sum of the relative squared errors of the modules' weights; the loss without data."""
     errors: dict[str, dict[str, float]] = {}  # by scheme and module
     for name, twins_of_module in twins.items():
         with weights_shared(twins_of_module):
@@ -424,7 +454,7 @@ def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
 
 
 def _weight_error(twin: nn.Module) -> float:
-    """The squared error of a module's quantized weight, relative to the weight's own squares."""
+    """The sum of squared errors of a twin's quantized weight, relative to the sum of squares of the weight."""
     parameter = full_weight(twin)
     rounded = quantized_weight(twin)
     assert parameter is not None
@@ -437,7 +467,15 @@ def _weight_error(twin: nn.Module) -> float:
 def _group(
     modules: Mapping[str, nn.Module], names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins
 ) -> Group:
-    """One group with its number of weights, and its loss and stored bytes by scheme."""
+    """Make a :class:`Group` of some modules, with the number of their weights, their losses and their stored bytes.
+
+    Args:
+        modules: all modules that a candidate quantizes, by name.
+        names: of the modules of the group.
+        schemes: names of the candidates.
+        losses: by candidate and group.
+        twins: by module name; a module has none under full precision.
+    """
     sizes = dict.fromkeys(schemes, 0)
     number = 0
     for name in names:

@@ -1,13 +1,17 @@
 """The experts of a mixture model as Linear modules, which a scheme can target.
 
-transformers stacks all experts of a layer (``experts.gate_up_proj``: experts x rows x columns), so there is no Linear
-to quantize. :func:`linearize_experts` replaces every stack by one Linear per expert and projection, under the names of
-the hub's checkpoints, which vLLM reads too: ``experts.0.gate_proj``, ``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2``
-in Mixtral's family). The user calls it, because the ``state_dict`` has other keys afterwards; quantizing a checkpoint
-from its files, and the command line's module, call it themselves.
+transformers stacks all experts of a layer in one parameter (``experts.gate_up_proj``: experts x rows x columns), so
+there is no Linear to quantize. :func:`linearize_experts` replaces every stack by one Linear for each expert and
+projection. The Linears have the names of the hub's checkpoints, which vLLM reads, too: ``experts.0.gate_proj``,
+``up_proj``, ``down_proj`` (``w1``, ``w3``, ``w2`` in Mixtral's family). Users call this function before a calibration,
+because the model's ``state_dict`` has other keys afterwards. Quantizing a checkpoint from its files and the command
+line call it by themselves.
 
-The price: experts run one after the other, as in transformers' ``eager`` implementation, no matter which one the
-model's config asks for.
+The price: experts run one after the other, as in transformers' ``eager`` implementation, even if the model's config
+asks for a faster one.
+
+Words: a *stacked module* is transformers' module that holds the stacks. A *role* is gate, up or down, one of the
+projections of an expert.
 """
 
 from __future__ import annotations
@@ -29,12 +33,12 @@ from lightning_obs.model.weight import whole_shape
 class LinearExpert(nn.Module):
     """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
 
-    :func:`linearize_experts` makes one for each expert of a stack; a role is gate, up or down.
+    :func:`linearize_experts` makes one for each expert of a stack.
 
     Args:
-        origin: the stacked module; its activation function and gating are used. It is not a submodule.
-        projections: the submodules' names by role: gate (where there is one), up and down.
-        layers: the Linear of each role.
+        origin: the stacked module, whose activation function and gating are used. It does not become a submodule.
+        projections: by role, the name of the Linear among the submodules; without gate if the expert has none.
+        layers: by role, the Linear.
     """
 
     origin: nn.Module
@@ -47,7 +51,10 @@ class LinearExpert(nn.Module):
         vars(self)["origin"] = origin  # nn.Module would register it as a submodule
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """``(tokens, hidden)`` to ``(tokens, hidden)``, before the router's weight."""
+        """The expert's output ``(tokens, hidden)`` for ``(tokens, hidden)``, not yet multiplied by the router's weight.
+
+        :class:`LinearExperts` calls the expert with the tokens that were routed to it.
+        """
         origin: Any = self.origin
         up = self._project("up", hidden_states)
         if "gate" in self.projections:
@@ -60,14 +67,16 @@ class LinearExpert(nn.Module):
         return output
 
     def _project(self, role: str, value: torch.Tensor) -> torch.Tensor:
-        layer: Any = self._modules[self.projections[role]]  # may have been replaced since, by an adapter
+        """Apply the projection of a role."""
+        layer: Any = self._modules[self.projections[role]]  # by name: an adapter may have replaced the Linear
         return layer(value)
 
 
 class LinearExperts(nn.Module):
-    """The experts of one layer, ``"0"``, ``"1"``..., each a :class:`LinearExpert`; it replaces the stacked module.
+    """The experts of one layer; it takes the place of the stacked module in the model.
 
-    While an expert runs, a calibration reads :attr:`rows` and :attr:`total`, to know which tokens it has.
+    Its submodules ``"0"``, ``"1"``... are a :class:`LinearExpert` each. While an expert runs, a calibration reads
+    ``rows`` and ``total`` to know which tokens the expert was given (``calibration/expert_tokens.py``).
 
     Args:
         origin: the stacked module; its config, submodules and training mode are taken over.
@@ -80,11 +89,11 @@ class LinearExperts(nn.Module):
         self.config = getattr(origin, "config", None)
         for index, expert in enumerate(experts):
             self.add_module(str(index), expert)
-        for name, child in origin.named_children():  # act_fn may have parameters; they keep their names
+        for name, child in origin.named_children():  # act_fn may have parameters, which keep their names
             self.add_module(name, child)
-        #: while an expert runs, the indices ``(n,)`` of its tokens in the running call, on the host; None otherwise
+        #: while an expert runs, the indices ``(n,)`` of its tokens among all tokens of the call, on the host; else None
         self.rows: torch.Tensor | None = None
-        #: number of tokens of the last call
+        #: the number of tokens of the last call
         self.total = 0
         self.train(origin.training)
 
@@ -98,12 +107,12 @@ class LinearExperts(nn.Module):
     ) -> torch.Tensor:
         """Send every token to its experts and add up their outputs, in the order of transformers' eager experts.
 
-        The model's mixture layer calls this with the choice of its router.
+        The model's mixture layer calls this with the result of its router.
 
         Args:
             hidden_states: ``(tokens, hidden)``.
-            top_k_index: ``(tokens, k)``, the experts of each token; an index past the last expert selects none.
-            top_k_weights: ``(tokens, k)``, the router's weights of these experts.
+            top_k_index: ``(tokens, k)``, the experts chosen for each token; an index beyond the last expert is skipped.
+            top_k_weights: ``(tokens, k)``, the router's weights of the chosen experts.
 
         Returns:
             ``(tokens, hidden)``.
@@ -112,7 +121,7 @@ class LinearExperts(nn.Module):
         self.total = len(hidden_states)
         divisor = max(1, self.total)
         try:
-            # Only the router knows how many tokens each expert has, so the host waits for it, once.
+            # The host must know how many tokens each expert gets, so it waits for the router, once for all experts.
             selected = top_k_index.T.flatten().cpu()  # (k * tokens,): all first choices, all second choices, ...
             order = selected.argsort(stable=True)
             indices, counts = selected[order].unique_consecutive(return_counts=True)
@@ -136,20 +145,23 @@ class LinearExperts(nn.Module):
 
 
 class SortedExperts(LinearExperts):
-    """The experts of one layer of Llama 4, which get other arguments than :class:`LinearExperts`.
+    """The experts of one layer of Llama 4, which are called with other arguments than :class:`LinearExperts`.
 
-    Each expert gets every token, multiplied by its router weight, which is zero unless the expert is selected. Experts
-    compute on the zeros too, as transformers does, so that a reloaded model gives the same bits. While observers
-    watch, ``only_sent`` is on: an expert runs on the tokens that were sent to it, and all other outputs are zero.
+    Each expert gets every token, multiplied by the router's weight of this expert, which is zero unless the router
+    selected it. The experts compute on these zeros, too, as in transformers, so that a reloaded model gives the same
+    bits.
     """
 
+    #: True while a calibration observes: an expert then runs only on the tokens that were routed to it, and its output
+    #: for all other tokens is zero
     only_sent = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Run every expert on its tokens; the model's mixture layer calls this.
+        """Run every expert on its part of the input; the model's mixture layer calls this.
 
         Args:
-            hidden_states: ``(experts x tokens, hidden)``, all tokens for expert 0, then all for expert 1...
+            hidden_states: ``(experts x tokens, hidden)``: all tokens, weighted for expert 0, then all tokens, weighted
+                for expert 1, and so on.
 
         Returns:
             The outputs in the same shape and order.
@@ -181,12 +193,12 @@ class SortedExperts(LinearExperts):
 def linearize_experts(model: nn.Module) -> list[str]:
     """Replace every module that stacks experts in 3-D parameters by a module with a Linear per expert and projection.
 
-    Outputs stay the same. They have the bits of transformers' ``eager`` experts wherever a matrix product does not
-    depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
-    With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
-    are added in another order and the last bits differ. Weights are copied one layer at a time; dtype, device,
-    ``requires_grad`` and training mode are kept, forward hooks on the stacked module are not. Call it before you make
-    optimizers.
+    Call it before a calibration that should quantize experts, and before you make optimizers. Outputs stay the same.
+    They have the bits of transformers' ``eager`` experts wherever a matrix product does not depend on how many columns
+    are computed together (on the CPU that was tried it does not, in float32 and bfloat16). With biases (gpt-oss), in
+    Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added in another
+    order and the last bits differ. Weights are copied one layer at a time. Dtype, device, ``requires_grad`` and
+    training mode are kept; forward hooks on the stacked module are not.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.
@@ -195,8 +207,8 @@ def linearize_experts(model: nn.Module) -> list[str]:
         Names of the modules that were replaced.
 
     Raises:
-        CalibrationError: a layout that is not known, weights that are already quantized or sharded, or a module whose
-            outputs would not stay the same. Layers before it are replaced then.
+        CalibrationError: a layout is not known, weights are already quantized, sharded or offloaded, or the outputs of
+            a module would change. The layers before this module are replaced by then.
     """
     require_transformers(model)
     replaced = []
@@ -224,17 +236,23 @@ def linearize_experts(model: nn.Module) -> list[str]:
 
 
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that hold experts in 3-D parameters, by name."""
+    """By name, the modules that hold experts in 3-D parameters.
+
+    :func:`linearize_experts` replaces them; plans and the checks of transformers refuse what they would leave out.
+    """
     return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
 
 
 def linear_experts(model: nn.Module) -> dict[str, LinearExperts]:
-    """Every :class:`LinearExperts` of a model, by name."""
+    """By name, every :class:`LinearExperts` of a model."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearExperts)}
 
 
 def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules under the parent of ``name``, by their full names. The router of experts is one of them."""
+    """Yield the children of the parent of the module ``name``, with their full names.
+
+    The router of a layer is a sibling of its experts; :func:`routers` and vLLM's checks look for it here.
+    """
     parent_name = name.rpartition(".")[0]
     prefix = f"{parent_name}." if parent_name else ""
     for leaf, module in model.get_submodule(parent_name).named_children():
@@ -242,15 +260,16 @@ def modules_beside(model: nn.Module, name: str) -> Iterator[tuple[str, nn.Module
 
 
 def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
-    """How checkpoints on the hub name the projections of stacked experts, for example ``w1`` for the gate.
+    """The names that checkpoints on the hub have for the projections of stacked experts (``w1`` for the gate, say).
 
-    The names are from transformers' loader; ``gate_proj``, ``up_proj`` and ``down_proj`` where it has none.
+    transformers' loader knows these names; without an entry there they are ``gate_proj``, ``up_proj`` and
+    ``down_proj``. Called by :func:`linearize_experts`, and by the check of a plan that refuses stacked experts.
 
     Args:
-        model: with experts in stacks.
+        model: a model with stacked experts; others give an empty result.
 
     Returns:
-        By the name of each stacked module, the name of each role (gate, up, down).
+        By name of the stacked module, the name of each role's projection.
     """
     stacked = fused_experts(model)
     if not stacked:
@@ -273,10 +292,10 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The experts of every layer, by the name of the module that holds them.
+    """The experts of every layer, by the name of the module that holds them (their container).
 
-    That module is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` (in models with code of their own).
-    Calibration counts the tokens of these experts; vLLM's checks look at the modules beside them.
+    A container is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` in a model whose code is not
+    transformers'. A calibration watches these experts; vLLM's checks look at the modules beside them.
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -290,10 +309,12 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
-    """The names of layers whose experts are quantized in part; the checks of transformers and vLLM ask for them.
+    """Names of the :class:`LinearExperts` of which a plan quantizes some Linears and leaves others in float.
+
+    The checks of transformers and vLLM refuse them.
 
     Args:
-        model: with experts as Linears.
+        model: a model with experts as Linears.
         planned: names of the modules that will be quantized.
     """
     layers = []
@@ -308,10 +329,10 @@ def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
 
 
 def routers(model: nn.Module) -> list[str]:
-    """Names of the routers of experts: modules beside a :class:`LinearExperts` with a weight of one row per expert.
+    """Names of the routers that are no Linears: modules beside a :class:`LinearExperts` with a weight row per expert.
 
-    Routers that are Linears are left out. Engines have a Linear in place of the others, too, so a checkpoint's config
-    has to list them in ``ignore``.
+    Engines may run a Linear in the place of such a router, and would load it quantized. So the export lists these names
+    in the ``ignore`` of the checkpoint's config.
     """
     names = []
     for name, experts in linear_experts(model).items():
@@ -328,7 +349,7 @@ def routers(model: nn.Module) -> list[str]:
 
 
 def _stacks_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module is called like experts, or counts them, and has a parameter of three dimensions itself."""
+    """Whether a module is named like experts or has ``num_experts``, and itself has a parameter of three dimensions."""
     if not is_named_experts(name, module):
         return False
     for key, _ in module.named_parameters(recurse=False):
@@ -339,16 +360,17 @@ def _stacks_experts(name: str, module: nn.Module) -> bool:
 
 
 def _joins_gate_and_up(module: nn.Module) -> bool:
+    """Whether a stacked module holds gate and up in one parameter."""
     return hasattr(module, "gate_up_proj")
 
 
 def _first_stack(module: nn.Module) -> str:
-    """The name of the parameter that multiplies the hidden states."""
+    """The name of the stacked module's parameter that multiplies the hidden states."""
     return "gate_up_proj" if _joins_gate_and_up(module) else "up_proj"
 
 
 def _require_known_layout(name: str, module: nn.Module) -> None:
-    """Raise a CalibrationError for parameters with other names, or a forward with other arguments, than are known."""
+    """Raise a CalibrationError if a stacked module has unknown parameters, or its forward unknown arguments."""
     parameters = dict(module.named_parameters(recurse=False))
     expected = {_first_stack(module), "down_proj"}
     if getattr(module, "has_bias", False):
@@ -367,7 +389,7 @@ def _require_known_layout(name: str, module: nn.Module) -> None:
 
 
 def _require_plain_parameters(name: str, module: nn.Module) -> None:
-    """Raise a CalibrationError for parameters that are quantized, sharded or offloaded."""
+    """Raise a CalibrationError if parameters of a stacked module are quantized, sharded or offloaded."""
     quantized = []
     sharded = []
     parameters = dict(module.named_parameters(recurse=False))
@@ -387,16 +409,16 @@ def _require_plain_parameters(name: str, module: nn.Module) -> None:
 
 
 def _is_sorted(module: nn.Module) -> bool:
-    """Whether a module expects its tokens sorted by expert, as Llama 4's does."""
+    """Whether a stacked module is called with all tokens for each expert in turn, as Llama 4's is."""
     return any(cls.__name__ == "Llama4TextExperts" for cls in type(module).__mro__)
 
 
 def _build(module: nn.Module, projections: dict[str, str]) -> LinearExperts:
-    """The experts of a stacked module as Linears, with copies of its weights.
+    """Make the experts of a stacked module as Linears, with copies of its weights.
 
     Args:
-        module: in a known layout.
-        projections: names of the Linears by role (gate, up, down).
+        module: the stacked module, in a known layout.
+        projections: by role, the name of the Linear.
     """
     stacks = dict(module.named_parameters(recurse=False))
     experts = []
@@ -423,10 +445,10 @@ def _copied_rows(
 
     Args:
         module: the stacked module.
-        stacks: its parameters by name.
+        stacks: the parameters of the stacked module, by name.
         role: gate, up or down.
         index: of the expert.
-        is_bias: whether the bias is wanted.
+        is_bias: whether to copy the bias.
     """
     joined = role != "down" and _joins_gate_and_up(module)
     key = "gate_up_proj" if joined else f"{role}_proj"
@@ -436,13 +458,14 @@ def _copied_rows(
 
 
 def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: bool, is_bias: bool) -> torch.Tensor:
-    """The rows (output channels) of an expert's projection, a view of the expert's item in a stack.
+    """The weight ``(rows, columns)`` of one projection of an expert, a view of the expert's item in a stack.
 
-    Called when experts become Linears, and when an expert is read from the files of a checkpoint.
+    Called when experts become Linears, and by ``streaming/source.py`` when it reads an expert from the files of a
+    checkpoint.
 
     Args:
-        origin: the stacked module, which tells the layout.
-        item: the expert's ``(rows, columns)`` of a stack, transposed in some layouts; of a bias, ``(rows,)``.
+        origin: the stacked module, whose attributes tell the layout.
+        item: the expert's matrix in a stack, in some layouts transposed; or the expert's bias, ``(rows,)``.
         role: gate, up or down.
         joined: whether the stack holds gate and up together.
         is_bias: whether the stack holds biases.
@@ -458,7 +481,7 @@ def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: boo
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The product of the activated gate and up, computed as the stacked module ``origin`` does."""
+    """The product of the activated ``gate`` and ``up``, computed as the stacked module ``origin`` computes it."""
     apply_gate = getattr(type(origin), "_apply_gate", None)
     if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
         return origin.act_fn(gate) * up
@@ -469,12 +492,14 @@ def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) -> None:
-    """Compare outputs on a few tokens: a class may compute something else with parameters of the same names.
+    """Compare the outputs of a stacked module and of its Linears on a few tokens, once for each class.
+
+    A class may compute something unexpected with parameters of the usual names.
 
     Args:
         name: of the stacked module, for the error.
         module: the stacked module.
-        experts: made of it.
+        experts: the Linears made of it.
 
     Raises:
         CalibrationError: the Linears' outputs differ from the stacked module's.
@@ -499,9 +524,10 @@ def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) 
 
 
 def _sample_inputs(module: nn.Module, experts: LinearExperts, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Eight tokens, with two experts each, in the dtype of a weight and on its device.
+    """The arguments for a call of experts with eight tokens, two experts for each, for :func:`_require_same_outputs`.
 
-    They are not random, so that the caller's random number generator is not advanced.
+    The values are not random, so that the user's random number generator does not advance. Dtype and device are those
+    of ``weight``.
     """
     first_layer = next(layer for layer in experts.modules() if isinstance(layer, nn.Linear))
     width = first_layer.in_features
