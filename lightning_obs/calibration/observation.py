@@ -40,7 +40,7 @@ from lightning_obs.observers.lattice import GridShares, grid_text
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
-from lightning_obs.schemes.config import learns_rounding, make_observer, rounds_on_quantized_inputs
+from lightning_obs.schemes.config import make_observer, rounds_on_quantized_inputs
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs, shares_text
 
 #: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
@@ -137,11 +137,6 @@ class Observation:
     def rounds_on_quantized_inputs(self) -> bool:
         """Whether a weight is rounded by the inputs that the quantized modules before it give."""
         return rounds_on_quantized_inputs(self.plan.config)
-
-    @property
-    def learns_rounding(self) -> bool:
-        """Whether the rounding of any weight is learned."""
-        return learns_rounding(self.plan.config)
 
     @property
     def weighed_modules(self) -> list[str]:

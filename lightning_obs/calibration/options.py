@@ -96,8 +96,7 @@ class CalibrationOptions:
             gradients at its outputs. The model's weights do not change; a module gets the integers beside its scale.
             With ``"inputs": "quantized"``, the Hessian is that of the inputs that the quantized modules before the
             module give: the model's calls are kept (2 GiB at most), and run again block by block. ``"correction"``
-            (0.5 there) is the share of these inputs' errors that the rounding makes up for. ``"learned"`` does all
-            this, and then learns the scales block by block
+            (0.5 there) is the share of these inputs' errors that the rounding makes up for
             (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each
             group, beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); if it says
             nothing, to the nearest number.

@@ -17,7 +17,6 @@ from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_obs.calibration.block_learning import BlockLearning
 from lightning_obs.calibration.blocks import BlockForward, find_blocks
 from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.stepwise import Batches, Blocks, StepwiseCalibration
@@ -56,8 +55,6 @@ def calibrate_on_quantized_inputs(
     with left_as_it_was(model), _without_caches(model):
         blocks = _blocks_that_run_alone(observation, batches)
         stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
-        if observation.learns_rounding:
-            stepwise.finish_block = BlockLearning(observation.collectives)
         with stepwise.attached():
             for position in range(stepwise.positions):
                 stepwise.calibrate_position(position)

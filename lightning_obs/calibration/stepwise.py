@@ -24,23 +24,21 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.blocks import BlockForward, RunEnded, copied
-from lightning_obs.calibration.finalize import finalize, on_host, qparams_for_result, result_of
+from lightning_obs.calibration.finalize import finalize, result_of
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import INPUT_ERRORS, CalibrationResult, Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.calibration.total_progress import TotalProgress
 from lightning_obs.errors import refuse
-from lightning_obs.forward.calls import Autocast, first_input
+from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
-from lightning_obs.model.module_qparams import get_scheme, read_qparams
+from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.model.weight import in_shards
-from lightning_obs.numerics.learned_rounding import can_learn_scale
-from lightning_obs.numerics.qparams import rounding_of
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -76,56 +74,11 @@ class Blocks:
         return name.startswith(f"{self.name}.{index}.")
 
 
-@dataclass(frozen=True)
-class BlockCall:
-    """One call of a block, to be made again.
-
-    Attributes:
-        args, kwargs: of the call, on the CPU.
-        autocast: as it stood at the call.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    autocast: Autocast
-
-    def repeat(self, block: nn.Module, device: torch.device | None) -> Any:
-        """The output of the block, which may write to the copies of the arguments on the device."""
-        with self.autocast.entered():
-            return block(*copied(self.args, device), **copied(self.kwargs, device))
-
-
-@dataclass(frozen=True)
-class BlockData:
-    """A block all of whose planned modules have qparams, and what it reads and should give.
-
-    Attributes:
-        name: of the block in the model; empty: the whole model, whose blocks are not known.
-        module: the block, to be called as ever; it runs in full precision.
-        targets: the planned modules in it.
-        calls: its call on quantized inputs, for each batch.
-        outputs: its outputs in full precision, on inputs in full precision, for each batch, on the CPU.
-        masks: which tokens of each batch count; None: all.
-        device: where it runs; None: where its tensors are.
-        report: shows a line of text where progress is shown.
-    """
-
-    name: str
-    module: nn.Module
-    targets: list[PlannedModule]
-    calls: list[BlockCall]
-    outputs: list[Any]
-    masks: list[torch.Tensor | None]
-    device: torch.device | None
-    report: Callable[[str], None]
-
-
 def require_steps_possible(observation: Observation) -> None:
     """Refuse, before any data, a model or scheme that cannot be calibrated step by step.
 
     Raises:
-        CalibrationError: weights in shards or offloaded; experts; quantized attention states or outputs; rounding is
-            to be learned where nothing can move.
+        CalibrationError: weights in shards or offloaded; experts; quantized attention states or outputs.
     """
     remedy = "rounding='gptq', which rounds by inputs in full precision."
     subject = "rounding on quantized inputs runs the model block by block"
@@ -136,24 +89,10 @@ def require_steps_possible(observation: Observation) -> None:
             elsewhere.append(target.name)
         if target.states or "output" in target.args:
             others.append(target.name)
-    refuse(
-        [target.name for target in observation.plan.targets if not _can_be_learned(target)],
-        "learned rounding moves scales, and these are powers of two, or one per tensor",
-        remedy="rounding={'name': 'gptq', 'inputs': 'quantized'}.",
-    )
     refuse(elsewhere, f"{subject}, with its weights whole and in memory", remedy=remedy)
     refuse(others, f"{subject}, and attention states and outputs are not observed there", remedy=remedy)
     containers = [] if observation.experts is None else list(observation.experts.containers)
     refuse(containers, f"{subject}, and the tokens of experts are not known there", remedy=remedy)
-
-
-def _can_be_learned(target: PlannedModule) -> bool:
-    """Whether a module's scale can move, where it is to be learned."""
-    args = target.args.get("weight")
-    rounding = None if args is None else rounding_of(args)
-    if args is None or rounding is None or not rounding.is_learned:
-        return True
-    return can_learn_scale(args)
 
 
 class StepwiseCalibration:
@@ -173,8 +112,6 @@ class StepwiseCalibration:
         result: of the positions so far; its qparams are on the CPU.
         exact_outputs: the output of the last block for each batch in full precision; None where nothing needs it.
         quantized_outputs: the same, of the blocks quantized so far. Both on the CPU.
-        finish_block: called on every rank with each block after its planned modules have their qparams, which it may
-            replace; None: they stay.
     """
 
     def __init__(
@@ -190,11 +127,9 @@ class StepwiseCalibration:
         self.result.modules = []
         self.exact_outputs: list[Any] = [None] * len(batches)
         self.quantized_outputs: list[Any] = [None] * len(batches)
-        self.finish_block: Callable[[BlockData], None] | None = None
         self._blocks = blocks
         self._batches = batches
         self._token_weights = token_weights
-        self._device = device
         self._forward = BlockForward(observation.model, blocks.modules, device)
         self._unfinished = {target.name: target for target in observation.plan.targets}
         #: by module: modules that run quantized when a position runs, with their quantized weights
@@ -361,51 +296,16 @@ class StepwiseCalibration:
 
     def _go_on(self, position: int) -> None:
         """Keep the outputs of a finished block, in full precision where they are needed, and quantized."""
-        is_whole_model = not self._blocks.modules
-        if position == len(self._blocks.modules) and not (is_whole_model and self.finish_block is not None):
+        if position == len(self._blocks.modules):
             return
         with on_all_ranks(self.observation.collectives):
-            if self._corrects or self.finish_block is not None:
-                for index in range(len(self._batches)):
+            for index in range(len(self._batches)):
+                if self._corrects:
                     output = self._run_exact(position, index)
                     self.exact_outputs[index] = copied(output, _CPU)
-        if self.finish_block is not None:
-            block = self._block_data(position)
-            self.finish_block(block)
-            for target in block.targets:
-                self.result.qparams |= on_host(qparams_for_result({target.name: read_qparams(target.module)}))
-        with on_all_ranks(self.observation.collectives):
-            for module in self._finished:
-                self._finished[module] = WeightCache()  # its qparams may be others now
-            for index in range(len(self._batches)):
                 output = self._run_quantized(position, index)
                 self.quantized_outputs[index] = copied(output, _CPU)
         self._leave(position)
-
-    def _block_data(self, position: int) -> BlockData:
-        """The block of a position, with its calls on quantized inputs."""
-        observation = self.observation
-        name = ""
-        module = observation.model
-        targets = list(observation.plan.targets)
-        if self._blocks.modules:
-            name = f"{self._blocks.name}.{position}"
-            module = self._blocks.modules[position]
-            targets = [target for target in targets if self._blocks.holds(position, target.name)]
-        calls: list[BlockCall] = []
-
-        def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls.append(BlockCall(copied(args, _CPU), copied(kwargs, _CPU), Autocast.of(self._device)))
-            raise RunEnded
-
-        masks = []
-        with on_all_ranks(observation.collectives), ExitStack() as stack:
-            _attach(module, take, stack)
-            for index in range(len(self._batches)):
-                masks.append(self._batches.mask(index))
-                self._run_quantized(position, index)
-        report = self._progress.show
-        return BlockData(name, module, targets, calls, self.exact_outputs, masks, self._device, report)
 
     def _leave(self, position: int) -> None:
         """Let the modules of a finished block run quantized no more: the block does not run again."""

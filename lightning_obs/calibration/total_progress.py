@@ -24,11 +24,6 @@ class TotalProgress:
             self._sizes[target.name] = weight.numel() * weight.itemsize
         self._done = 0
 
-    def show(self, text: str) -> None:
-        """Show a text beside the bytes that are done so far; block learning shows its steps by it."""
-        if self._progress is not None:
-            self._progress(text, self._done, sum(self._sizes.values()))
-
     def of_part(self, names: Sequence[str]) -> Progress | None:
         """A progress function for one part, which reports the part's progress as that of the whole model.
 

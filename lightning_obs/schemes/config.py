@@ -534,16 +534,8 @@ def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
     return any(rounding is not None and rounding.on_quantized_inputs for rounding in roundings)
 
 
-def learns_rounding(config: QuantizationConfig) -> bool:
-    """Whether the rounding of any group's weights is learned."""
-    roundings = [rounding_of(args) for args in _args_of(config, "weight")]
-    return any(rounding is not None and rounding.is_learned for rounding in roundings)
-
-
 def _rounding_label(config: QuantizationConfig) -> str | None:
     """The rounding of a config in a few words, the one that does most; None: every number is the nearest."""
-    if learns_rounding(config):
-        return "learned rounding"
     if rounds_on_quantized_inputs(config):
         return "gptq on quantized inputs"
     return "gptq" if has_rounding(config) else None

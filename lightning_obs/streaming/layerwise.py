@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.block_learning import BlockLearning
 from lightning_obs.calibration.blocks import find_blocks
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.observation import ADDED, CalibrationResult
@@ -184,8 +183,6 @@ class _LayerwiseRun:
             file_batches = FileBatches(source.model, batches, self._device, runs.token_mask)
             known_blocks = Blocks(blocks_name, list(blocks))
             self._stepwise = StepwiseCalibration(session.observation, known_blocks, file_batches, self._device)
-            if session.observation.learns_rounding:
-                self._stepwise.finish_block = BlockLearning(session.collectives)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
         run_facts = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}

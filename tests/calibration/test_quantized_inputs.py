@@ -18,7 +18,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.calibration import quantized_inputs
-from lightning_obs.calibration.stepwise import Blocks, StepwiseCalibration
+from lightning_obs.calibration.stepwise import Blocks
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.common import Experts, Shared, hooks
@@ -138,39 +138,6 @@ def test_blocks_that_run_alone_give_the_numbers_of_the_whole_model(monkeypatch):
     assert len(found[0]) == 18
     for name, rounded in found[0].items():
         assert (rounded != found[1][name]).float().mean() < 0.01, name
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_a_finished_block_is_handed_over_with_its_quantized_inputs_and_exact_outputs(known, monkeypatch):
-    if not known:
-        monkeypatch.setattr(quantized_inputs, "_known_blocks", lambda _: Blocks())
-    model, handed = tiny_bert(), []
-
-    def finish_block(block):
-        gave = block.calls[0].repeat(block.module, block.device)
-        with quantized(block.module):
-            quantized_gave = block.calls[0].repeat(block.module, block.device)
-        handed.append((block, gave, quantized_gave))
-
-    original = StepwiseCalibration.__init__
-
-    def with_hook(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self.finish_block = finish_block
-
-    monkeypatch.setattr(StepwiseCalibration, "__init__", with_hook)
-    calibrated(model, sentences(), token_mask="attention_mask")
-    names = [block.name for block, _, _ in handed]
-    assert names == ([f"encoder.layer.{index}" for index in range(3)] if known else [""])
-    assert sum(len(block.targets) for block, _, _ in handed) == 18
-    with torch.no_grad(), quantized(model):
-        expected = model(**sentences()[0]).last_hidden_state
-    block, gave, quantized_gave = handed[-1]
-    torch.testing.assert_close(first(quantized_gave), expected)
-    assert not torch.allclose(first(gave), expected)
-    assert len(block.calls) == len(block.outputs) == len(block.masks) == 4
-    with torch.no_grad():
-        torch.testing.assert_close(first(block.outputs[0]), model(**sentences()[0]).last_hidden_state)
 
 
 def first(output) -> torch.Tensor:

@@ -30,7 +30,6 @@ from tests.support.versions import converted_weights
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
 ON_QUANTIZED_INPUTS = {"observers": {"weight": "imatrix_mse"}, "rounding": {"name": "gptq", "inputs": "quantized"}}
-LEARNED = {"observers": {"weight": "imatrix_mse"}, "rounding": {"name": "learned", "steps": 4, "samples": 2}}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}
 
 
@@ -66,7 +65,6 @@ def require_same(found, expected):
         ("W4A16", {"observers": {"weight": "imatrix_mse"}}),
         ("W4A16", GPTQ),
         ("W4A16", ON_QUANTIZED_INPUTS),
-        ("W4A16", LEARNED),
         ("FP8", {"kv_cache": "FP8_HEAD"}),
         ("FP8", {"ignore": [], "engines": "unchecked"}),
     ],
@@ -78,7 +76,6 @@ def require_same(found, expected):
         "imatrix",
         "gptq",
         "gptq on quantized inputs",
-        "learned",
         "kv cache",
         "head too",
     ],
