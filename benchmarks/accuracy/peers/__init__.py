@@ -5,7 +5,6 @@ rows.
 """
 
 from peers.auto_round import AutoRound
-from peers.gptqmodel import GptqModel
 from peers.llm_compressor import Modifier
 from peers.modelopt import ModelOptimizer
 from peers.peer import CannotQuantizeError, Peer
@@ -35,7 +34,4 @@ PEERS: dict[str, Peer] = {
     "modelopt awq_full": ModelOptimizer("awq_full"),
     "modelopt local_hessian": ModelOptimizer("local_hessian"),
     "modelopt gptq": ModelOptimizer("gptq"),
-    "GPTQModel": GptqModel(),
-    "GPTQModel GPTAQ": GptqModel("gptaq"),
-    "GPTQModel FOEM": GptqModel("foem"),
 }
