@@ -1,9 +1,12 @@
 """Compare the predictions of two models, from their logits: Kullback-Leibler divergence and agreement.
 
+Distillation (``callbacks/distillation.py``) trains with :func:`divergence`; the report (``report/predictions.py``)
+calls :func:`compare`. The *student* is the quantized model, the *teacher* the original one.
+
 Logits of a language model are its largest tensor: tokens times vocabulary. So they are read in blocks of rows and of
 classes that stay in the cache, and no other tensor of their size is made, except the gradient: the backward writes it
-once. A teacher's logits need not exist: a block of them follows from the teacher's hidden states and its head
-(:class:`HeadLogits`).
+once. A teacher's logits need not exist in memory: a block of them is computed from the teacher's hidden states and its
+head (:class:`HeadLogits`).
 
 The sums over a row run from block to block relative to the largest logit so far, as in an online softmax (Milakov and
 Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867).
@@ -25,7 +28,7 @@ from lightning_obs.errors import CalibrationError
 _CPU_BLOCK = (256, 2048)
 #: on an accelerator: few, large operations of 64 MB
 _BLOCK = (1024, 16384)
-#: the largest difference of two logits [nats]; a class that one model excludes (minus infinity) has it
+#: the largest difference of two logits [nats]; an infinite difference (one model excludes a class) is replaced by it
 _MOST = 1e4
 
 
@@ -33,10 +36,13 @@ _MOST = 1e4
 class HeadLogits:
     """Logits that are computed block by block: ``hidden @ weight.T + bias``, without gradient.
 
+    ``forward/predictions_of_teacher.py`` makes one in each training step of a distillation whose teacher ends in a
+    plain Linear.
+
     Attributes:
-        hidden: what the head reads, ``(..., channels)``.
+        hidden: the inputs of the head, ``(..., channels)``.
         weight: of the head, ``(classes, channels)``.
-        bias: ``(classes,)`` or None.
+        bias: of the head, ``(classes,)`` or None.
     """
 
     hidden: torch.Tensor
@@ -54,7 +60,7 @@ class HeadLogits:
 
     @torch.no_grad()
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
-        """Some of the logits, of a :meth:`flat` one."""
+        """Compute the logits ``(rows, classes)`` of some rows and classes. The object must come from :meth:`flat`."""
         hidden = self.hidden[rows]
         bias = None if self.bias is None else self.bias[classes].to(hidden.dtype)
         return F.linear(hidden, self.weight[classes].to(hidden.dtype), bias)
@@ -76,7 +82,7 @@ class TensorLogits:
         return TensorLogits(self.tensor.detach().reshape(-1, self.tensor.shape[-1]))
 
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
-        """Some of the logits, of a :meth:`flat` one."""
+        """The logits ``(rows, classes)`` of some rows and classes. The object must come from :meth:`flat`."""
         if isinstance(rows, torch.Tensor):
             rows = rows.to(self.tensor.device)
         return self.tensor[rows, classes]
@@ -89,18 +95,19 @@ def divergence(student: torch.Tensor, teacher: Logits | torch.Tensor, mask: torc
     """Mean over tokens of the divergence of a student's predictions from its teacher's, in nats; a loss to train with.
 
     ``sum_i p_i (log p_i - log q_i)``, with the probabilities ``p`` of the teacher and ``q`` of the student. The
-    gradient at a student's logits is ``q - p``, over the number of tokens.
+    gradient of the loss with respect to the student's logits is ``(q - p) / tokens``. Called by
+    ``callbacks/distillation.py`` in each training step.
 
     Args:
         student: logits ``(..., classes)``.
         teacher: logits of the same shape; they get no gradient.
-        mask: ``(...)``, nonzero for tokens that count; None, or of another shape: all count.
+        mask: ``(...)``, nonzero for tokens that count. All tokens count if it is None or of another shape.
 
     Returns:
         A scalar in float32, on the student's device.
 
     Raises:
-        CalibrationError: the two have logits of different shapes.
+        CalibrationError: student and teacher have logits of different shapes.
 
     Reference:
         Hinton et al., Distilling the Knowledge in a Neural Network, 2015, arXiv:1503.02531, at temperature 1.
@@ -127,15 +134,17 @@ def divergence(student: torch.Tensor, teacher: Logits | torch.Tensor, mask: torc
 
 @torch.no_grad()
 def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far predictions have moved, summed over positions; for reports (``report/predictions.py``).
+    """Sum over positions the divergence of a quantized model's predictions from the original's, and the agreement.
+
+    Called by ``report/predictions.py`` for each validation batch that is compared.
 
     Args:
-        logits: of the model, ``(positions, classes)``.
-        original: of the original at the same positions, on any device.
+        logits: of the quantized model, ``(positions, classes)``.
+        original: logits of the original model at the same positions, on any device.
 
     Returns:
-        Two scalars in float64, on the model's device: the divergence of the model's predictions from the original's
-        [nats], and the number of positions at which both have the same most likely class.
+        Two scalars in float64, on the device of ``logits``: the sum of the divergences [nats], and the number of
+        positions at which both models have the same most likely class.
     """
     divergence_sum = torch.zeros((), dtype=torch.float64, device=logits.device)
     agreeing = torch.zeros((), dtype=torch.float64, device=logits.device)
@@ -147,9 +156,10 @@ def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor,
 
 
 class _MeanDivergence(torch.autograd.Function):
-    """See :func:`divergence`. The backward keeps the student's logits, the model's own, and two numbers of each row.
+    """The mean divergence of :func:`divergence`, for a student ``(rows, classes)``; only the student gets a gradient.
 
-    ``counted`` are the numbers of the rows that count; None: all.
+    ``teacher`` is flat. ``counted`` holds the indices of the rows that count; None: all rows. For the backward, the
+    student's logits, which the model keeps anyway, and two numbers for each row are saved.
     """
 
     @staticmethod
@@ -181,7 +191,10 @@ class _MeanDivergence(torch.autograd.Function):
 
 
 class _Maximum:
-    """Of each row: the largest logit and its class, and the sum of ``exp(logit - largest)``, over the blocks so far."""
+    """Of each row, over the blocks added so far: the largest logit, its class, and the sum of ``exp(logit - largest)``.
+
+    :class:`_RowSums` holds one for the student and one for the teacher.
+    """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.largest = torch.full((rows,), -torch.inf, device=device)
@@ -193,10 +206,11 @@ class _Maximum:
 
         Args:
             logits: ``(rows, classes)`` in float32.
-            first_class: the number of the first of them.
+            first_class: index of the block's first class among all classes.
 
         Returns:
-            ``exp(logit - largest)`` of the block, and the factor ``(rows,)`` by which earlier sums of such shrink.
+            ``exp(logit - largest)`` of the block, with the largest logit so far, and the factor ``(rows,)`` that
+            rescales earlier sums of such exponentials to this largest logit.
         """
         block_largest, block_best = logits.max(-1)
         is_larger = block_largest > self.largest
@@ -215,7 +229,7 @@ class _Maximum:
 
 
 class _RowSums:
-    """The sums of some rows from which their divergences follow."""
+    """The sums over classes from which the divergences of some rows are computed; made for each block of rows."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self.student = _Maximum(rows, device)
@@ -225,7 +239,7 @@ class _RowSums:
 
     @classmethod
     def of(cls, student: torch.Tensor, teacher: Logits, rows: torch.Tensor | slice) -> _RowSums:
-        """The sums over all classes of some rows."""
+        """Add up all classes of the rows with these indices. ``teacher`` is flat."""
         sums: _RowSums | None = None
         for classes in _blocks_of_classes(student):
             student_logits = student[rows, classes].float()
@@ -235,13 +249,13 @@ class _RowSums:
             exponentials, shrinkage = sums.teacher.add(teacher_logits, classes.start)
             sums.student.add(student_logits, classes.start)
             difference = teacher_logits - student_logits
-            difference.nan_to_num_(nan=0.0, posinf=_MOST, neginf=-_MOST)  # a NaN of a logit is in the totals
+            difference.nan_to_num_(nan=0.0, posinf=_MOST, neginf=-_MOST)  # inf - inf; a NaN logit still shows in totals
             sums.difference = sums.difference * shrinkage + exponentials.mul_(difference).sum(-1)
         assert sums is not None
         return sums
 
     def divergences(self) -> torch.Tensor:
-        """Of each row, in nats. Equal logits give exactly zero."""
+        """The divergence of each row, ``(rows,)``, in nats. Equal logits give exactly zero."""
         expected_difference = self.difference / self.teacher.total
         of_largest = self.teacher.largest - self.student.largest
         of_totals = (self.teacher.total / self.student.total).log()
@@ -249,7 +263,7 @@ class _RowSums:
 
 
 def _blocks_of_rows(student: torch.Tensor, counted: torch.Tensor | None) -> Iterator[torch.Tensor | slice]:
-    """The rows that count, some at a time: their numbers, or slices where all count."""
+    """Cut the rows that count into blocks: index tensors, or slices if ``counted`` is None (all rows count)."""
     at_a_time, _ = _block_shape(student)
     if counted is not None:
         yield from counted.split(at_a_time)
@@ -259,12 +273,12 @@ def _blocks_of_rows(student: torch.Tensor, counted: torch.Tensor | None) -> Iter
 
 
 def _blocks_of_classes(student: torch.Tensor) -> Iterator[slice]:
-    """The classes, some at a time."""
+    """Cut all classes into blocks."""
     _, at_a_time = _block_shape(student)
     for first in range(0, student.shape[-1], at_a_time):
         yield slice(first, first + at_a_time)
 
 
 def _block_shape(student: torch.Tensor) -> tuple[int, int]:
-    """Rows and classes of a block."""
+    """The number of rows and the number of classes of a block."""
     return _CPU_BLOCK if student.device.type == "cpu" else _BLOCK

@@ -1,19 +1,24 @@
-"""Differentiable fake quantization: compressed-tensors' forward, a gradient of our own.
+"""Differentiable fake quantization: compressed-tensors' forward, and a gradient that is defined here.
+
+The quantized forward calls it in calibration, validation and training; export takes its codes from
+:func:`quantize`. A *level* is a number of the format, before the zero point is subtracted and the scale is multiplied.
+A *step* is the distance between neighbouring integer levels in the units of the value: the scale, or the scale over
+the global scale.
 
 The forward has the bits of compressed-tensors' ``fake_quantize``, so training sees what the exported checkpoint gives.
-float8 calls it. The others are computed here, each weight in every training step: integers in place, in a quarter of
-the time, and formats for which torch has no dtype, because compressed-tensors' cast to fp4 makes eight masked passes
-(on an accelerator the host waits for each). Its result has no graph, so the gradient is defined here:
+float8 calls that function. The other formats are computed here, because it is too slow for each weight in each
+training step: integers in place take a quarter of its time, and its cast to fp4 makes eight masked passes (on an
+accelerator the host waits for each). That function's result has no graph, so the gradient is defined here:
 
-* **value**: straight-through where the value lies on the grid, zero where it was clipped. The grid ends half a step
-  beyond its last level, as values there still round to that level: compressed-tensors maps the absmax of a
-  symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above the end. Add the
-  rounding error of the value's or the scale's dtype; in bfloat16, two steps of int8.
-* **scale**, if it requires a gradient: learned step size (LSQ). ``ds = round(v) - v`` on the grid, the clipped level
-  outside, in units of a step from the zero point; both are ``(quantized - value) / scale`` and ``quantized / scale``.
+* **value**: the gradient passes unchanged where the value lies on the grid, and is zero where the value was clipped.
+  The grid ends half a step beyond its last level, as values there still round to that level: compressed-tensors maps
+  the absmax of a symmetric int range to ``qmax + 0.5``, and a power-of-two scale (MX) maps it up to half a step above
+  the end. The rounding error of the value's or the scale's dtype is added: in bfloat16, two steps of int8.
+* **scale**, if it requires a gradient: learned step size (LSQ). The derivative of the result by the scale is
+  ``(quantized - value) / scale`` where the value lies on the grid, and ``quantized / scale`` where it was clipped.
 
-The backward keeps one byte per value (inside or not); for a learned scale also value and result, which the
-parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so it keeps nothing.
+The backward keeps one byte per value (inside or not); for a learned scale also the value and the result, which the
+parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so nothing is kept for it.
 
 The clip test compares the value with ``(bound - zero_point) * scale``, not ``value / scale + zero_point`` with the
 bound: this computes one small tensor per scale and saves another division of the whole value.
@@ -55,21 +60,21 @@ def fake_quantize(
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
-        scale: not zero, in the shape that compressed-tensors registers for the strategy. It gets a gradient if it
-            requires one, times ``1 / sqrt(N * qmax)``, N values per scale; see :func:`learned_scale`.
-        zero_point: ``scale``'s shape, or None for zero. Integers; never learned.
+        scale: not zero, in the shape that compressed-tensors registers for the strategy. If it requires a gradient, it
+            gets one, multiplied by ``1 / sqrt(N * qmax)`` with N values per scale; see :func:`learned_scale`.
+        zero_point: integers in ``scale``'s shape, or None for zero; never learned.
         args: bits, type, strategy.
         global_scale: ``(1,)``, only for tensor_group.
-        observations: how many observations ``value`` stacks (1 for a weight, tokens for an activation). They do not
-            count into N, as in the paper.
+        observations: how many observations ``value`` stacks (1 for a weight, tokens for an activation). N is the number
+            of values per scale and observation, as in the paper.
 
     Returns:
-        The result of compressed-tensors, its dtype included. An empty value is returned as it is. Under a learned scale
-        the result is kept for the backward, so an operation in place may not follow.
+        The result of compressed-tensors, in its dtype. An empty value is returned as it is. With a learned scale the
+        backward needs the result, so the caller must not change it in place.
 
     Raises:
-        CalibrationError: a gradient is asked for a parameter that the checkpoint stores rounded: a zero point, a
-            global scale, the scale of a tensor_group or of an MX format; see :func:`dequantize` for the first two.
+        CalibrationError: a parameter requires a gradient although the checkpoint stores it rounded: a zero point, a
+            global scale, or the scale of a tensor_group or of an MX format.
 
     Reference:
         Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153, equations 1 to 3 and section 2.2.
@@ -116,13 +121,13 @@ def fake_quantize_without_graph(
     global_scale: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The bits of :func:`fake_quantize`, with no gradient.
+    """Quantize and dequantize as :func:`fake_quantize`, bit for bit, without gradient.
 
-    The forward and the backward of a module in training call it (``forward/recomputed_product.py``).
+    ``forward/recomputed_product.py`` calls it for a module in training: in the forward, and again in the backward.
 
     Args:
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
-        memory: in the shape and dtype of ``value``; the result may lie there. None: in new memory.
+        memory: a tensor in the shape and dtype of ``value``, which the result may overwrite. None: take new memory.
     """
     if value.numel() == 0:
         return value
@@ -142,9 +147,9 @@ def fake_quantize_dynamic(
         global_scale: ``(1,)``, only for tensor_group.
 
     Returns:
-        The result of compressed-tensors. The gradient passes everywhere: the largest value is the range's end, and
-        lies beyond the grid only as far as the scale was rounded. Under a global scale it is clipped where the local
-        scale had to be.
+        The result of compressed-tensors. The gradient passes everywhere, because the range ends at the largest value,
+        so at most the rounding of the scale puts a value beyond the grid. With a global scale the gradient is that of
+        :func:`fake_quantize`: zero where a value was clipped, because a local scale is limited to what float8 holds.
 
     >>> x = torch.tensor([[[0.1, -1.0]]], requires_grad=True)
     >>> fake_quantize_dynamic(x, QuantizationArgs(strategy="token", dynamic=True)).sum().backward()
@@ -171,9 +176,10 @@ def learned_scale(
 ) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
-    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned.
+    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned, and by
+    ``learned_rounding.py`` for the scales that learned rounding moves.
 
-    The paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
+    The LSQ paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
     a step at a learning rate of 0.001 moves a scale of 0.002 by half, and nothing keeps its sign. Here
     the same step changes any scale by 0.1 %. ``log_factor`` starts at zero, where the result is exactly the calibrated
     scale, and weight decay pulls the scale back to the calibrated one rather than to zero.
@@ -193,7 +199,7 @@ def learned_scale(
     0.25
     """
     calibrated = calibrated.detach()
-    wide = calibrated * log_factor.exp()
+    wide = calibrated * log_factor.exp()  # float32
     smallest_normal = torch.finfo(stored or calibrated.dtype).tiny
     least = calibrated.abs().clamp(max=smallest_normal)
     positive = torch.maximum(wide, least)
@@ -223,8 +229,8 @@ def _with_gradient(value: torch.Tensor, quantized: torch.Tensor, inside: torch.T
 class _StraightThrough(torch.autograd.Function):
     """Return ``quantized`` in the forward; in the backward, pass the gradient to ``value``.
 
-    The gradient passes where ``inside`` is True (None: everywhere). A ``scale``, which broadcasts against the other
-    tensors, gets the gradient of a learned step size, times ``factor``.
+    The gradient passes where ``inside`` is True (None: everywhere). ``scale`` broadcasts against the other tensors and
+    gets the gradient of a learned step size (LSQ), times ``factor``; None: no scale is learned.
     """
 
     @staticmethod
@@ -269,7 +275,10 @@ class _StraightThrough(torch.autograd.Function):
 
 @torch.no_grad()
 def _forward(value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantize and dequantize without a graph, bit for bit as compressed-tensors; perhaps in ``memory``."""
+    """Quantize and dequantize without a graph, bit for bit as compressed-tensors.
+
+    The result may lie in ``memory``, a tensor in the value's shape and dtype, which is then overwritten.
+    """
     scale, zero_point, args, global_scale = qparams
     number = format_of(args)
     is_float8 = number is not None and number.dtype is not None
@@ -298,9 +307,9 @@ def _forward(value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None
 def _in_steps(
     value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A value in steps of the grid, not rounded yet, in the layout of :func:`_group`; and the step.
+    """``value / step + zero_point``, not rounded yet, in the layout of :func:`_group`; and the step, which broadcasts.
 
-    ``memory``, in the shape of the value, holds the first where it has its dtype.
+    The first result is written to ``memory``, which has the shape of the value, if it has the dtype of the step.
     """
     scale, zero_point, args, global_scale = qparams
     step = scale if global_scale is None else scale / global_scale
@@ -318,7 +327,7 @@ def _in_steps(
 
 @torch.no_grad()
 def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
-    """Which values were not clipped, in the layout of :func:`_group`."""
+    """Whether each value lies on the grid, so that it was not clipped, in the layout of :func:`_group`."""
     scale, zero_point, args, global_scale = qparams
     lowest, highest = _ends(value, qparams)
     step = scale.float() if global_scale is None else scale / global_scale
@@ -336,7 +345,7 @@ def _on_grid(value: torch.Tensor, qparams: _QParams) -> torch.Tensor:
 
 
 def _ends(value: torch.Tensor, qparams: _QParams) -> tuple[float, float]:
-    """The ends of the grid for the test of clipping, half a step and the rounding error beyond its last numbers."""
+    """The two levels beyond which a value counts as clipped: half a step and the rounding error outside the grid."""
     scale, _, args, _ = qparams
     grid = NumberGrid.of(args)
     value_eps = torch.finfo(value.dtype).eps
@@ -356,15 +365,15 @@ def clip_gradient_(
     global_scale: torch.Tensor | None = None,
     memory: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The gradient of a value from that of :func:`fake_quantize`'s result: zero where the value was clipped.
+    """Turn the gradient at :func:`fake_quantize`'s result into the gradient at its value: zero where it was clipped.
 
-    The backward of a module in training calls it for its weight (``forward/recomputed_product.py``). In float32 it
-    takes two passes and no mask; a value within a rounding error of the end of the slack may count either way.
+    The backward of a module in training calls it for the weight (``forward/recomputed_product.py``). In float32 it
+    takes two passes and no mask; a value within a rounding error of the clip bound may count as clipped or not.
 
     Args:
-        gradient: of the result; it is changed in place where that is faster, and not to be used afterwards.
+        gradient: at the result. It may be changed in place, so the caller must not use it afterwards.
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
-        memory: in the shape and dtype of ``value``, to be overwritten. None: new memory is taken.
+        memory: a tensor in the shape and dtype of ``value``, which may be overwritten. None: take new memory.
     """
     qparams = scale, zero_point, args, global_scale
     is_float32 = value.dtype == scale.dtype == gradient.dtype == torch.float32
@@ -382,7 +391,10 @@ def clip_gradient_(
 
 
 def _group(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """``(..., C)`` to ``(..., C/g, g)``, or ``(R, C)`` to ``(R/h, C/w, h, w)``, padded; a view where possible."""
+    """Give each group or block a dimension of its own: ``(..., C/g, g)``, or ``(R/h, C/w, h, w)``, padded with zeros.
+
+    Other strategies leave the value as it is. The result is a view where possible.
+    """
     if args.strategy in _GROUPED:
         return value.unflatten(-1, (-1, args.group_size))
     if args.strategy == QuantizationStrategy.BLOCK:
@@ -402,7 +414,7 @@ def _ungroup(grouped: torch.Tensor, shape: torch.Size, args: QuantizationArgs) -
 
 
 def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """One number per scale, for values in the layout of :func:`_group`."""
+    """A view of a parameter, one number per scale, that broadcasts against values in the layout of :func:`_group`."""
     if args.strategy in _GROUPED:
         if scale.ndim <= 1:
             scale = scale.reshape(-1, 1)
@@ -413,14 +425,20 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """A quantization parameter for each element of a weight ``(R, C)``."""
+    """Expand a quantization parameter to the shape of a weight: for each element ``(R, C)``, the number of its scale.
+
+    Called by :func:`dequantize`, and by the roundings (``rounding.py``, ``learned_rounding.py``).
+    """
     grouped = _group(weight, args)
     expanded = _broadcastable(parameter, args).expand_as(grouped)
     return _ungroup(expanded, weight.shape, args)
 
 
 def sum_per_scale(values: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """The sum of the values ``(R, C)`` of each scale, in its shape: the transpose of :func:`elementwise`."""
+    """Sum the values ``(R, C)`` that share a scale, in the shape of ``scale``: the transpose of :func:`elementwise`.
+
+    It turns a gradient of each weight into a gradient of each scale, for :func:`dequantize` and learned rounding.
+    """
     shape = _broadcastable(scale, args).shape
     return _group(values, args).sum_to_size(shape).reshape(scale.shape)
 
@@ -434,7 +452,7 @@ def quantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The numbers of a format nearest to a weight ``(R, C)``: int8, float8, or the four bits of E2M1 in int8.
+    """The codes ``(R, C)`` of the numbers nearest to a weight: int8, float8, or the four bits of E2M1 in int8.
 
     Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, and by
     ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
@@ -457,7 +475,7 @@ def _e2m1_codes(steps: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     """The four bits of the E2M1 numbers nearest to ``steps``, in int8: a sign, then 0 to 7 for the magnitude."""
     levels = grid.round(steps.float())
     twice = levels.mul_(2).to(torch.int8).abs_()  # of 0, 0.5, 1, 1.5, 2, 3, 4, 6
-    from_two_on = (twice >> 1).add_(2)  # the codes of 2, 3 and 4; 8 for 6, whose code is 7
+    from_two_on = (twice >> 1).add_(2)  # the codes of 2, 3 and 4; for 6 it is 8, which clamp_ makes 7
     magnitude = torch.minimum(twice, from_two_on).clamp_(max=7)
     is_negative = steps < 0
     sign = is_negative.to(torch.int8) << 3
@@ -465,9 +483,9 @@ def _e2m1_codes(steps: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """The low four bits of ``(R, C)`` in int8, two neighbours to a byte, the first of them in its low half.
+    """Pack the low four bits of int8 codes ``(R, C)`` into bytes ``(R, C / 2)``, even columns in the low half.
 
-    Called by export for weights of four bits.
+    Called by export (``checkpoint/entries.py``) for weights of four bits.
     """
     # Flat, because int8 of a single row, or of a transposed weight, has strides that cannot be viewed as int16.
     pairs = codes.flatten().view(torch.int16)
@@ -486,9 +504,10 @@ def dequantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The weight ``(R, C)`` that levels of a grid stand for, in float32, with the gradient to ``scale``.
+    """The weight ``(R, C)`` in float32 that the levels of a grid stand for; ``scale`` gets a gradient.
 
-    Called by the quantized forward and by export for a weight that GPTQ rounded, whose levels the module holds.
+    Called for a weight that GPTQ or learned rounding rounded, whose levels are fixed: by the quantized forward, by
+    export, and by each step of learned rounding.
     """
     step = scale.float()
     if global_scale is not None:
@@ -498,7 +517,7 @@ def dequantize(
 
 
 class _Dequantized(torch.autograd.Function):
-    """``(levels - zero_point) * step``. The backward keeps a weight's levels, a byte each."""
+    """``(levels - zero_point) * step``; only ``step`` gets a gradient. The backward keeps the levels, a byte each."""
 
     @staticmethod
     def forward(
@@ -529,7 +548,7 @@ def _from_zero(levels: torch.Tensor, zero_point: torch.Tensor | None, args: Quan
 
 
 def _refuse_learned(qparams: _QParams) -> None:
-    """Raise where a gradient is asked for a parameter that a checkpoint stores rounded."""
+    """Raise a CalibrationError if a parameter requires a gradient although a checkpoint stores it rounded."""
     scale, zero_point, args, global_scale = qparams
     is_scale_rounded = args.scale_dtype is not None or args.strategy == QuantizationStrategy.TENSOR_GROUP
     parameters = {"scale": scale, "zero point": zero_point, "global scale": global_scale}

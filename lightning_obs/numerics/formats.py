@@ -1,8 +1,9 @@
-"""Number formats, by name in one table, and the grid of one in units of a scale.
+"""Number formats, by name in one table, and the grid of a format: its numbers in units of the scale.
 
-Scale and zero point are compressed-tensors' own. Rounding is its result, bit for bit, without its casts: adding and
-subtracting a large enough number rounds a float32 to fewer bits, five times faster than a cast there and back, and it
-compiles into the loop around it.
+Range searches, fake quantization, rounding and the report quantize by :class:`NumberGrid`. Scale and zero point are
+computed by compressed-tensors. Rounding gives the bits of compressed-tensors without its casts: adding and subtracting
+a large enough number rounds a float32 to fewer bits, five times faster than a cast there and back, and the compiler of
+a loop can inline it.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from lightning_obs.numerics.qparams import keep_range_readable, no_upload, signe
 
 
 class NumberFormat(NamedTuple):
-    """A sign, an exponent and a mantissa, with subnormal numbers.
+    """A floating-point format: a sign, an exponent and a mantissa, with subnormal numbers; a row of :data:`FORMATS`.
 
     Attributes:
-        bits: of a number.
-        mantissa: bits of it.
+        bits: number of bits of a number.
+        mantissa: number of bits of the mantissa, without the implied one.
         smallest: exponent of the smallest normal number.
         last: the largest number.
-        dtype: torch's dtype of these numbers; None: torch has none.
-        codes: a dtype of one byte that holds these numbers, if values are quantized to them; None: only ranges and
-            scales are rounded to them.
-        mx_mantissa: bits to which compressed-tensors rounds the largest magnitude before it takes the power of two that
-            is an MX scale.
+        dtype: torch's dtype of these numbers; None: torch has no such dtype.
+        codes: a dtype of one byte that holds these numbers, if values are quantized to the format; None: only ranges
+            and scales are rounded to it.
+        mx_mantissa: for MX, where a scale is a power of two: number of mantissa bits to which compressed-tensors rounds
+            the largest magnitude before it takes the power of two.
     """
 
     bits: int
@@ -42,25 +43,57 @@ class NumberFormat(NamedTuple):
     mx_mantissa: int = 1
 
     def last_step(self) -> float:
-        """The step from the second largest to the largest number."""
+        """The distance from the second largest to the largest number. Used by the clip test and the report's errors."""
         exponent = math.floor(math.log2(self.last))
         return 2.0 ** (exponent - self.mantissa)
 
 
-#: all floating formats; QuantizationArgs name formats of values by their bits
+#: all floating formats by name; QuantizationArgs identify a format of values by its number of bits only
 FORMATS = {
-    "float4_e2m1fn": NumberFormat(4, 1, 0, 6.0, codes=torch.float8_e4m3fn),
-    "float6_e2m3fn": NumberFormat(6, 3, 0, 7.5, codes=torch.float8_e4m3fn, mx_mantissa=3),
-    "float8_e4m3fn": NumberFormat(8, 3, -6, 448.0, torch.float8_e4m3fn, codes=torch.float8_e4m3fn),
-    "float16": NumberFormat(16, 10, -14, 65504.0, torch.float16),
-    "bfloat16": NumberFormat(16, 7, -126, torch.finfo(torch.bfloat16).max, torch.bfloat16),
+    "float4_e2m1fn": NumberFormat(
+        bits=4,
+        mantissa=1,
+        smallest=0,
+        last=6.0,
+        codes=torch.float8_e4m3fn,
+    ),
+    "float6_e2m3fn": NumberFormat(
+        bits=6,
+        mantissa=3,
+        smallest=0,
+        last=7.5,
+        codes=torch.float8_e4m3fn,
+        mx_mantissa=3,
+    ),
+    "float8_e4m3fn": NumberFormat(
+        bits=8,
+        mantissa=3,
+        smallest=-6,
+        last=448.0,
+        dtype=torch.float8_e4m3fn,
+        codes=torch.float8_e4m3fn,
+    ),
+    "float16": NumberFormat(
+        bits=16,
+        mantissa=10,
+        smallest=-14,
+        last=65504.0,
+        dtype=torch.float16,
+    ),
+    "bfloat16": NumberFormat(
+        bits=16,
+        mantissa=7,
+        smallest=-126,
+        last=torch.finfo(torch.bfloat16).max,
+        dtype=torch.bfloat16,
+    ),
 }
 
 
 def format_of(args: QuantizationArgs) -> NumberFormat | None:
-    """The floating format to which values are quantized; None: integers.
+    """The floating format to which values are quantized; None: values are quantized to integers.
 
-    Called for each :class:`NumberGrid` that is made.
+    Called for each :class:`NumberGrid` that is made, by fake quantization, and by the ``local_hessian`` observer.
 
     Raises:
         CalibrationError: no format of this many bits is in :data:`FORMATS`.
@@ -83,10 +116,7 @@ def format_of(args: QuantizationArgs) -> NumberFormat | None:
 
 
 def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
-    """The format of ranges and scales in a dtype; None: not in :data:`FORMATS`, or as wide as float32.
-
-    The range search on a CPU asks it for the rounding that its compiled loop has to imitate.
-    """
+    """The format of ranges and scales in a dtype; None: the dtype is not in :data:`FORMATS`, or as wide as float32."""
     if dtype is None:
         return None
     for number in FORMATS.values():
@@ -96,18 +126,18 @@ def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
 
 
 class NumberGrid(NamedTuple):
-    """The numbers of a format, in units of the scale; the zero point is not subtracted.
+    """The numbers of a format, in units of the scale, before the zero point is subtracted.
 
     Searches, fake quantization, rounding and the report make one for each tensor, with :meth:`of`.
 
     Attributes:
-        args: how a range becomes a scale.
+        args: compressed-tensors' arguments, from which scales are computed.
         low: the smallest number.
         high: the largest number.
-        number: the floating format, which says where the numbers between lie; None: at the integers.
+        number: the floating format of the numbers between them; None: they are the integers.
         signed: whether a scale may be negative (:func:`~lightning_obs.numerics.qparams.signed_scale`).
-        global_scale: ``(1,)``, to which the scales of a tensor_group are relative; None for other strategies, or where
-            it is not known yet.
+        global_scale: ``(1,)``, the number that multiplies the scales of a tensor_group before they are rounded; None
+            for other strategies, or where it is not known yet.
 
     >>> NumberGrid.of(QuantizationArgs(num_bits=4)).round(torch.tensor([-9.0, 0.5, 1.5, 6.6]))
     tensor([-8.,  0.,  2.,  7.])
@@ -122,7 +152,7 @@ class NumberGrid(NamedTuple):
 
     @classmethod
     def of(cls, args: QuantizationArgs, signed: bool = False, global_scale: torch.Tensor | None = None) -> NumberGrid:
-        """The grid of a format."""
+        """The grid of the format that ``args`` ask for; ``signed`` and ``global_scale`` as in the attributes."""
         number = format_of(args)
         if number is None:
             low = -(2.0 ** (args.num_bits - 1))
@@ -133,22 +163,29 @@ class NumberGrid(NamedTuple):
         return cls(args, low, high, number, signed, global_scale)
 
     def last_step(self) -> float:
-        """Distance of the two outermost numbers. Not a property, which the compiler of torch 2.10 cannot trace."""
+        """The distance from the second largest to the largest number, for the clip test and the report's errors.
+
+        It is no property, because the compiler of torch 2.10 cannot trace one here.
+        """
         if self.number is None:
             return 1.0
         return self.number.last_step()
 
     @property
     def scale_dtype(self) -> torch.dtype | None:
-        """The dtype to which scales are rounded; None for a tensor_group, whose global scale is not known yet."""
+        """The dtype to which a search rounds scales; None: they keep the dtype of the range.
+
+        It is None for a tensor_group, whose scales can be rounded only relative to a global scale.
+        """
         if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
             return None
         return self.args.scale_dtype
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scale and zero point (None if symmetric) as float32, rounded as compressed-tensors stores them.
+        """The scale and the zero point (None if symmetric) of each range in float32, rounded as they are stored.
 
-        Called by the range searches for their candidate ranges.
+        The scales of a tensor_group are rounded only if its global scale is known. Called by the range searches for
+        their candidate ranges.
 
         Args:
             low: smallest value of each range, any shape.
@@ -169,7 +206,10 @@ class NumberGrid(NamedTuple):
         return scale.float(), zero_point.float()
 
     def round(self, value: torch.Tensor) -> torch.Tensor:
-        """The nearest numbers of the format (ties to even) to a float32 tensor."""
+        """The nearest number of the format, ties to even, to each value of a float32 tensor in units of the scale.
+
+        Called by :meth:`error`, fake quantization, rounding, the entropy criterion and the report.
+        """
         near = value.clamp(self.low, self.high)
         if self.number is None:
             return near.round_()
@@ -185,9 +225,10 @@ class NumberGrid(NamedTuple):
     def error(
         self, value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The error of quantizing and dequantizing a float32 tensor; scale and zero point broadcast against it.
+        """The error ``dequantize(quantize(value)) - value`` of a float32 tensor, in the units of the value.
 
-        Called by the searches for ranges.
+        ``scale`` and ``zero_point`` broadcast against the value. ``out``, if it is given, receives the result. The
+        range searches call it for each candidate.
         """
         steps = value / scale
         if zero_point is not None:

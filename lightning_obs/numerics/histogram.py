@@ -1,21 +1,24 @@
 """Count every value by its own bfloat16 bit pattern.
 
-Method: a value is rounded to bfloat16 (to nearest, ties to even), and its 16 bits are the number of its bin. Signed,
-so 65,536 bins. Counts are int64, so merging two histograms is addition, and a sum of integers has the same bits
-whatever the batches, their order and the ranks. Nothing has to be known in advance, and nothing is scaled by the data:
-a range that the first batch decided would make the result depend on which batch was first.
+The observers ``histogram`` and ``percentile`` keep such counts (``observers/counting.py``), range searches count long
+bfloat16 rows, and the report draws the counts of a module's inputs.
+
+Method: a value is rounded to bfloat16 (to nearest, ties to even), and its 16 bits, sign included, are the index of its
+bin, so there are 65,536 bins. Counts are int64, so merging two histograms is addition, and a sum of integers has the
+same bits whatever the batches, their order and the ranks. Nothing has to be known in advance, and nothing is scaled by
+the data: a range that the first batch decided would make the result depend on which batch was first.
 
 Choice: bins are relative (128 per power of two), so clipping near the end of the range and rounding near zero are both
 resolved. bfloat16 data lose nothing: every percentile and every error is that of the data themselves. float32 and
-float16 are rounded by at most 2^-9 of each value; their exact smallest and largest value stand beside the counts, and
-no value read from the counts lies outside them.
+float16 are rounded by at most 2^-9 of each value; their exact smallest and largest value are kept with the counts, and
+values read from the counts are clamped to them.
 
 Trade-off: 512 KiB per scale, however small the data, against fewer bins that would have to be placed. So this is for
 one scale per tensor or per attention head, and not for channels, groups or blocks. NaN and infinity have bins
 of their own.
 
-Once counted, data of any size cost the same: about 6,000 of the bins are occupied by a bell-shaped tensor, and each
-criterion looks at these only.
+Once counted, data of any size cost the same: a bell-shaped tensor occupies about 6,000 of the bins, and each criterion
+reads only the occupied bins.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams, observed_range, tile_size
 
 BINS = 1 << 16
-# Values that are counted at once: their bins are kept beside them.
+# Values that are counted at once on a CPU: a tile takes memory for its values and for the index of each value's bin.
 _TILE = 1 << 22
-# Candidates x bins for which a criterion is computed at once: 512 KiB in float64.
+# Candidates times bins for which the entropy criterion is computed at once: 512 KiB in float64.
 _CELLS = 1 << 16
 
 # The first pattern above infinity; all from there on are NaN.
@@ -46,7 +49,7 @@ _SIGN = 0x8000
 
 
 class Histogram(NamedTuple):
-    """Counts and exact range of a tensor with Q scales.
+    """Counts and exact range of a tensor with Q scales; :func:`count_values` makes one for each observed batch.
 
     ``counts`` is ``(Q, 65536)`` in int64; ``low`` and ``high`` are ``(Q,)`` in the dtype of the counted values.
     """
@@ -57,7 +60,10 @@ class Histogram(NamedTuple):
 
 
 class Support(NamedTuple):
-    """The occupied bins of one scale: ``values`` ascending in float32, ``counts`` in int64, both ``(B,)``."""
+    """The B occupied bins of one scale: their ``values``, ascending in float32, and ``counts`` in int64, ``(B,)`` each.
+
+    The criteria and the report read it; :func:`support` makes it from counts.
+    """
 
     values: torch.Tensor
     counts: torch.Tensor
@@ -67,8 +73,8 @@ def count_values(observed: torch.Tensor) -> Histogram:
     """Count all values of ``(N, Q, G)``, separately for each of the Q scales.
 
     Called by the counting observers (``observers/counting.py``) for each batch, by the range search for long rows, and
-    by :func:`support_of`. A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite: neither can be
-    overlooked.
+    by :func:`support_of`. A NaN makes ``low`` and ``high`` NaN, an infinity makes one of them infinite, so callers see
+    both without looking through the bins.
     """
     if not launch.can_read(observed):
         return _count_plainly(observed)
@@ -80,7 +86,7 @@ def count_values(observed: torch.Tensor) -> Histogram:
 
 
 def _stacked(statistics: list[torch.Tensor]) -> torch.Tensor:
-    """The statistics of several scales as one tensor; those of one scale, half a megabyte, are not copied."""
+    """Stack the statistics of several scales; the counts of a single scale (half a megabyte) are not copied."""
     if len(statistics) == 1:
         return statistics[0].unsqueeze(0)
     return torch.stack(statistics)
@@ -89,7 +95,8 @@ def _stacked(statistics: list[torch.Tensor]) -> torch.Tensor:
 def count_nan(counts: torch.Tensor) -> int:
     """How many NaN were counted in ``(..., 65536)``.
 
-    The observers ask this, because a reduction over ranks may lose the NaN that stands in a minimum.
+    The counting observers call it before qparams are computed: the smallest value may have been NaN on one rank, and
+    the minimum over ranks may drop that NaN, but the counts keep it.
     """
     positive = counts[..., _NAN_FROM:_SIGN]
     negative = counts[..., _SIGN + _NAN_FROM :]
@@ -97,12 +104,15 @@ def count_nan(counts: torch.Tensor) -> int:
 
 
 def support(counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Support:
-    """The occupied bins of one scale, ascending.
+    """The occupied bins of one scale, in ascending order of their values.
+
+    Called for each scale by the criteria of the counting observers when qparams are computed, and by the range search
+    for long bfloat16 rows.
 
     Args:
         counts: ``(65536,)``.
-        low: the exact smallest value, a scalar. A bin that rounding put below it stands for it.
-        high: the exact largest value, a scalar.
+        low: the exact smallest value, a scalar. The value of a bin that lies below it, by rounding, is raised to it.
+        high: the exact largest value, a scalar. The value of a bin that lies above it is lowered to it.
     """
     bins = _ascending(counts)
     values = value_of(bins).float()
@@ -121,7 +131,10 @@ def support_of(value: torch.Tensor) -> Support:
 
 
 def join_supports(first: Support, second: Support) -> Support:
-    """The occupied bins of both tensors together."""
+    """Merge the occupied bins of two tensors: their counts are added.
+
+    Called by the report's layer errors to add a batch to the batches before it.
+    """
     values = torch.cat([first.values, second.values])
     counts = torch.cat([first.counts, second.counts])
     distinct, places = values.unique(return_inverse=True)
@@ -166,18 +179,23 @@ def median_size(occupied: Support) -> float:
 def percentile_range(
     counts: torch.Tensor, low: torch.Tensor, high: torch.Tensor, percentile: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The smallest value with ``percentile`` of all at or below it, and its mirror image. For one scale.
+    """The range of one scale that cuts off the same number of values at either end.
 
     Called by the percentile observer when qparams are computed.
 
-    With n values, sorted, these are number ``n - k`` and ``k - 1`` (from 0), ``k = ceil(n * percentile / 100)``: values
-    of the data, never between two. numpy calls it ``inverted_cdf``.
+    The upper end is the smallest value with at least ``percentile`` percent of the values at or below it; the lower end
+    is the largest value with as many at or above it. With n sorted values, numbered from 0, and ``k = ceil(n *
+    percentile / 100)``, the range is from value ``n - k`` to value ``k - 1``. Both ends are values of the data, never
+    between two of them; numpy calls this method ``inverted_cdf``.
 
     Args:
         counts: ``(65536,)``.
-        low: exact smallest value, a scalar; returned as it is where ``k`` is n.
-        high: exact largest value, a scalar.
+        low: exact smallest value, a scalar; the lower end if nothing is cut off (``k`` is n).
+        high: exact largest value, a scalar; the upper end if nothing is cut off.
         percentile: in percent, in (50, 100].
+
+    Returns:
+        The lower and the upper end, scalars in the dtype of ``low``.
     """
     values, numbers = support(counts, low, high)
     cumulative = numbers.cumsum(0)
@@ -196,22 +214,31 @@ def percentile_range(
 def candidate_divergences(
     occupied: Support, lows: torch.Tensor, highs: torch.Tensor, args: QuantizationArgs
 ) -> torch.Tensor:
-    """Kullback-Leibler divergence of the quantized distribution from the observed one, ``(C,)`` in float64.
+    """Kullback-Leibler divergence of the quantized distribution from the observed one, for each of C candidate ranges.
 
     Called by the histogram observer, criterion ``entropy``, when qparams are computed.
 
-    For each candidate, P holds the counts inside the range, with the counts outside added to its outermost bins. Q
-    holds the counts inside, summed over the bins that quantize to one level and spread over them again, evenly over
-    the values that the occupied bins cover. ``sum P log(P / Q) - P + Q``, in shares of all that was counted; infinite
-    if nothing lies inside.
+    For each candidate, P holds the counts inside the range, and the counts outside are added to its outermost bins. Q
+    holds the counts inside only: those of all bins that quantize to one level are summed, and the sum is spread over
+    these bins again, in proportion to the width of the occupied bins. The divergence is ``sum P log(P / Q) - P + Q``,
+    over the number of all counted values; it is infinite if no value lies inside.
 
-    Migacz normalises Q. For a small share s that is clipped, that differs by s ** 2 / 2. But a range with one occupied
-    bin inside has P = Q = 1 then, even if it clips all else: data away from zero lost everything. Here Q keeps mass.
+    Migacz normalises Q to the sum of P. Where a small share s of the values is clipped, that changes the divergence by
+    ``s ** 2 / 2``. But with that normalisation a range with one occupied bin inside has P = Q = 1, so it would be
+    chosen for data away from zero although it clips all other values. Here Q is not normalised.
 
-    Migacz's bins have one width, so to spread evenly over values is to spread evenly over bins. The bins here have
-    different widths, so counts are spread in proportion to these. The levels follow from ``args``: asymmetric and
-    floating formats are served too. Exact zeros, which every range quantizes without error, are left out: a spike of
-    them (ReLU) would reward the narrowest range.
+    Migacz's bins have equal widths, so he spreads a level's counts evenly over its bins. Levels are those of ``args``,
+    so asymmetric and floating formats are served too. Exact zeros, which every range quantizes without error, are left
+    out: a spike of them (ReLU) would reward the narrowest range.
+
+    Args:
+        occupied: the occupied bins of one scale.
+        lows: smallest value of each candidate range, ``(C,)``.
+        highs: largest value of each candidate range, ``(C,)``.
+        args: the number format.
+
+    Returns:
+        ``(C,)`` in float64.
 
     Reference:
         Migacz, 8-bit Inference with TensorRT, GTC 2017.
@@ -223,7 +250,7 @@ def candidate_divergences(
         return torch.zeros(len(lows), dtype=torch.float64, device=lows.device)
     distribution = _Distribution(values, numbers, args)
     qparams = compute_qparams(lows, highs, args)
-    candidates = max(1, _CELLS // len(values))  # at once
+    candidates = max(1, _CELLS // len(values))  # compared at once
     scales = _columns(qparams["scale"], candidates)
     zero_points = _columns(qparams["zero_point"], candidates)
     # Zero is in every range, as in compute_qparams.
@@ -233,7 +260,7 @@ def candidate_divergences(
     upper_ends = _columns(highs, candidates)
     divergences = []
     for scale, zero_point, low, high in zip(scales, zero_points, lower_ends, upper_ends, strict=True):
-        if args.symmetric:  # the format's range, not only the observed one
+        if args.symmetric:  # widen to the range that the scale covers
             high = torch.maximum(-low, high)
             low = -high
         divergences.append(distribution.divergences(scale, zero_point, low, high))
@@ -241,17 +268,17 @@ def candidate_divergences(
 
 
 def _columns(numbers: torch.Tensor, candidates: int) -> tuple[torch.Tensor, ...]:
-    """A number per candidate, ``(C,)``, as columns ``(candidates, 1)`` in float32, which broadcast against bins."""
+    """Cut one number per candidate, ``(C,)``, into float32 columns ``(candidates, 1)`` that broadcast against bins."""
     column = numbers.float()[:, None]
     return column.split(candidates)
 
 
 class _Distribution:
-    """The bins of one scale, to which :func:`candidate_divergences` compares each candidate.
+    """The observed distribution of one scale, with which :func:`candidate_divergences` compares each candidate.
 
     Args:
-        values: of the occupied bins, ascending, ``(B,)`` in float32; without zero.
-        numbers: how many values were counted in each, ``(B,)`` in float64.
+        values: value of each occupied bin, ascending, ``(B,)`` in float32; without zero.
+        numbers: how many values were counted in each bin, ``(B,)`` in float64.
         args: the number format.
     """
 
@@ -285,7 +312,7 @@ class _Distribution:
         return torch.where(covered > 0, divergence, torch.inf)
 
     def _levels(self, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
-        """To which level each bin quantizes, numbered from 0, ``(C, B)``."""
+        """The index of the level to which each bin quantizes, counted from 0 at the lowest, ``(C, B)``."""
         steps = (self.values / scale).add_(zero_point)
         quantized = self.grid.round(steps)
         # Quantizing keeps the order, so a level is a run of bins.
@@ -296,7 +323,7 @@ class _Distribution:
     def _with_clipped(
         self, counts: torch.Tensor, inside: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
-        """Add the counts outside a range to its outermost bins; ``counts`` is written to."""
+        """Add the counts outside each range to its outermost bins, in place; returns ``counts``, ``(C, B)``."""
         below = (self.values < low) * self.numbers
         above = (self.values > high) * self.numbers
         number_of_bins = len(self.values)
@@ -329,7 +356,7 @@ def _count_flat(values: torch.Tensor) -> Histogram:
 
 
 def _count_plainly(observed: torch.Tensor) -> Histogram:
-    """As :func:`count_values`, all scales in one launch of each operation."""
+    """:func:`count_values` by torch's operations, or on a GPU by the compiled loop: all scales at once."""
     scales = observed.shape[1]
     device = observed.device
     counts = torch.zeros(scales, BINS, dtype=torch.int64, device=device)
@@ -358,12 +385,12 @@ def _count_plainly(observed: torch.Tensor) -> Histogram:
 
 @functools.cache
 def _one(device: torch.device) -> torch.Tensor:
-    """The integer 1 on a device: kept there, because an upload makes the host wait."""
+    """The integer 1 on a device, kept there: uploading it for each tile would make the host wait."""
     return torch.ones((), dtype=torch.int64, device=device)
 
 
 def _ascending(counts: torch.Tensor) -> torch.Tensor:
-    """The occupied bins in the order of their values."""
+    """The indices of the occupied bins of ``(65536,)``, in ascending order of the bins' values."""
     bins = counts.nonzero()[:, 0]
     # Patterns ascend with the value where the sign bit is clear, and descend where it is set.
     first_negative = int(torch.searchsorted(bins, _SIGN))
@@ -373,15 +400,15 @@ def _ascending(counts: torch.Tensor) -> torch.Tensor:
 
 
 def value_of(bins: torch.Tensor) -> torch.Tensor:
-    """The value of each bin, in bfloat16."""
+    """The value in bfloat16 that each bin index stands for."""
     return bins.to(torch.uint16).view(torch.bfloat16)
 
 
 @functools.cache
 def every_value(device: torch.device) -> torch.Tensor:
-    """The value of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; not to be written to.
+    """The values of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; the caller must not write to it.
 
-    Made once for each accelerator, by the range search of long bfloat16 rows.
+    Computed once for each accelerator, when a range search first counts a long bfloat16 row there.
     """
     with torch.inference_mode(False):
         bins = torch.arange(BINS, device=device)

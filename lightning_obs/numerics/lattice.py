@@ -1,13 +1,13 @@
-"""Find the grid that the values of a scale already lie on: weights that were quantized before.
+"""Find the grid on which the values of a scale already lie: weights that were quantized before.
 
-Checkpoints of quantization-aware training and dequantized files hold ``s * n``, n integers of few bits, rounded to the
-dtype that they are stored in. A range search moves such values to another grid and rounds a second time; the step s
-that they have gives them back.
+The observer ``lattice`` calls :func:`find_lattice`. Checkpoints of quantization-aware training and dequantized files
+hold ``s * n``: a step s times an integer n of few bits, rounded to the dtype of the file. A range search would move
+such values to another grid and round them a second time. Quantizing with the step s reproduces them.
 
-Method. The value that is largest in magnitude is ``s * k`` for a small integer k: each k that the format has is tried,
-the coarsest grid first. A step rounds ``s * n`` to a stored value v where it lies in ``[(v - h) / n, (v + h) / n]``, h
-half the distance to the next number of the dtype; the step is in the middle of the intersection of all intervals of
-its values. An empty intersection says that there is no grid, so nothing is assumed of how the values were rounded.
+Method. The value of largest magnitude is ``s * k`` for a small integer k. Each k that the format can hold is tried, the
+coarsest grid first. The product ``s * n`` rounds to a stored value v if s lies in ``[(v - h) / n, (v + h) / n]``, with
+h half the distance from v to the next number of the dtype. The step is the middle of the intersection of these
+intervals over all values. An empty intersection shows that there is no such grid.
 """
 
 from __future__ import annotations
@@ -21,21 +21,23 @@ from lightning_obs.numerics.qparams import tile_size
 
 #: values of a tile, in float32
 _TILE = 1 << 20
-#: values of a row that are tried first: few rows of a weight without a grid are looked at whole
+#: values of a row that are tried first: in a weight without a grid, these rule out most rows
 _FIRST = 8
 #: dtypes that values may have been rounded to before they were widened to float32, coarsest first
 _NARROW = (torch.bfloat16, torch.float16)
-#: how far the ends of the intersection may miss each other, in roundings of the step: one more rounding of the values
+#: how far an empty intersection may be from touching, in units of the step times ``roundoff``: it allows for values
+#: that were rounded once more than the intervals assume
 _SLACK = 1.0
 
 
 class Lattice(NamedTuple):
-    """The grids of scales, ``(*Q,)`` each.
+    """The grid of each scale, ``(*Q,)`` each; the result of :func:`find_lattice`.
 
     Attributes:
-        step: between neighbouring numbers, negative where a symmetric format needs it; 0: there is no grid.
-        lowest: the integer that the format's lowest code stands for.
-        exact: whether code times step, in the dtype of the values, is every value bit for bit.
+        step: distance of neighbouring numbers; negative where a symmetric format can hold the integers only with
+            opposite signs; 0 where the values lie on no grid.
+        lowest: the integer n for which the format's lowest code stands.
+        exact: whether integer times step, in the dtype of the values, gives back every value bit for bit.
     """
 
     step: torch.Tensor
@@ -45,12 +47,12 @@ class Lattice(NamedTuple):
 
 @torch.no_grad()
 def find_lattice(observed: torch.Tensor, args: QuantizationArgs, signed: bool) -> Lattice:
-    """The grid of each scale's values, for a format of integers; called by the observer ``lattice`` for a weight.
+    """The grid of each scale's values, for an integer format; the observer ``lattice`` calls it for each weight.
 
     Args:
         observed: ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale.
-        args: bits, and whether there is a zero point.
-        signed: whether a step may be negative, where there is no zero point.
+        args: number of bits, and whether the format is symmetric.
+        signed: whether the step of a symmetric format may be negative.
 
     >>> values = torch.tensor([[[-0.8, 0.3, 0.7], [-0.8, 0.31, 0.7]]])
     >>> find_lattice(values, QuantizationArgs(num_bits=4, symmetric=True), signed=False).step
@@ -68,7 +70,7 @@ def find_lattice(observed: torch.Tensor, args: QuantizationArgs, signed: bool) -
 
 
 def _roundoff_of(rows: torch.Tensor) -> float:
-    """The largest relative error of the dtype that the values were rounded to; it may be narrower than their own."""
+    """The largest relative rounding error of the narrowest dtype that holds all values exactly."""
     dtype = rows.dtype
     for narrow in _NARROW:
         if dtype.itemsize > narrow.itemsize and torch.equal(rows.to(narrow).to(dtype), rows):
@@ -78,7 +80,7 @@ def _roundoff_of(rows: torch.Tensor) -> float:
 
 
 def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roundoff: float) -> Lattice:
-    """The grid of each row of values ``(n, G)``; all of the result are ``(n,)``."""
+    """The grid of each row of values ``(n, G)``; the result's tensors are ``(n,)``. See the module for the method."""
     values = rows if rows.dtype == torch.float64 else rows.float()
     magnitude = values.abs().amax(1, keepdim=True)
     ratios = values / torch.where(magnitude == 0, 1.0, magnitude)
@@ -88,9 +90,9 @@ def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roun
     levels = 2**args.num_bits
     largest = levels // 2 if args.symmetric else levels - 1
     for k in range(1, largest + 1):
-        if 12 * roundoff * k > 1:  # rounding moves values by so much of a step that any would fit
+        if 12 * roundoff * k > 1:  # values are rounded by so large a part of a step that any value would fit
             break
-        # Both the value and the largest one, of which the step comes, are rounded.
+        # Both the value and the row's largest value, by which it is divided, are rounded.
         tolerance = k * (3 * roundoff + 4 * torch.finfo(values.dtype).eps)
         may_fit = is_open & (_distance_to_integers(first_ratios * k) <= tolerance)
         candidates = may_fit.nonzero()[:, 0]
@@ -106,12 +108,12 @@ def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roun
 
 
 def _distance_to_integers(rows: torch.Tensor) -> torch.Tensor:
-    """The largest distance of a row's numbers to their nearest integers, ``(n,)``."""
+    """For each row, the largest distance of a number to its nearest integer, ``(n,)``."""
     return (rows - rows.round()).abs().amax(1)
 
 
 def _sign_of_step(integers: torch.Tensor, levels: int, symmetric: bool, signed: bool) -> torch.Tensor:
-    """1 or -1 where the format can hold the integers ``(n, G)`` of a row with a step of this sign; 0: it cannot."""
+    """The sign ``(n,)`` of the step with which the format can hold each row's integers ``(n, G)``; 0: it cannot."""
     low = integers.amin(1).clamp_max(0)
     high = integers.amax(1).clamp_min(0)
     if not symmetric:
@@ -123,7 +125,7 @@ def _sign_of_step(integers: torch.Tensor, levels: int, symmetric: bool, signed: 
 
 
 def _step_in_all_intervals(values: torch.Tensor, integers: torch.Tensor, roundoff: float) -> torch.Tensor:
-    """The step ``(n,)`` that gives all values ``(n, G)`` of a row by their integers; 0 where none does."""
+    """The positive step ``(n,)`` with which the integers give all values ``(n, G)`` of a row; 0 where there is none."""
     _, exponent = torch.frexp(values)
     half_distance = torch.ldexp(torch.full_like(values, roundoff), exponent - 1)
     is_zero = integers == 0
@@ -138,7 +140,10 @@ def _step_in_all_intervals(values: torch.Tensor, integers: torch.Tensor, roundof
 
 
 def _lattice_of(rows: torch.Tensor, values: torch.Tensor, step: torch.Tensor, levels: int, symmetric: bool) -> Lattice:
-    """The lattice of rows whose steps are decided, as it is stored in the dtype of the rows."""
+    """The result for rows ``(n, G)`` with their steps, in the dtype of the rows.
+
+    ``values`` are the rows in float32 or wider; ``step`` is ``(n,)``; ``levels`` is the number of codes of the format.
+    """
     stored = step.to(rows.dtype)
     divisor = torch.where(stored == 0, 1.0, stored.to(values.dtype))
     integers = (values / divisor[:, None]).round()

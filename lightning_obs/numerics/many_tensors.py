@@ -1,7 +1,8 @@
-"""Questions about many tensors, and copies of many tensors, with one wait for each device.
+"""Check many tensors at once, and copy many tensors to the CPU, with one wait for each device.
 
 The host waits for an accelerator whenever it reads a number from it. A calibration has hundreds of small statistics, so
-here all of them are looked at on their device first, and the host reads once.
+here all tensors of a device are reduced on that device first, and the host reads once. Observers, ranks, calibration's
+finalization, export and the report call these functions.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any
 
 import torch
 
-#: number of elements up to which a tensor is concatenated with others; copying a larger one costs more than a launch
+#: tensors of up to this many elements are concatenated; copying a larger one costs more time than one more launch
 _SMALL = 2**16
 
 
 def all_finite(values: Iterable[Any]) -> bool:
     """Whether no floating point tensor among ``values`` holds NaN or infinity. Other values count as finite.
 
-    Called with one observer's statistics before qparams are computed, and with all observers' before ranks reduce them.
+    Called with the statistics of one observer before its qparams are computed, and with those of all observers before
+    ranks reduce them.
 
     >>> all_finite([torch.ones(2), "text", torch.tensor([1, 2])])
     True
@@ -43,7 +45,7 @@ def all_finite(values: Iterable[Any]) -> bool:
 
 
 def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Flat tensors with all the values: small tensors of one dtype and device concatenated, large ones as they are."""
+    """Flatten tensors, and concatenate small ones of the same dtype and device; empty tensors are left out."""
     small: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel() > _SMALL:
@@ -58,12 +60,12 @@ def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> bool:
     """Whether every value of floating point tensors is positive and finite; True if there are no tensors.
 
-    Called by finalize with all scales of a calibration. Small tensors are joined, so that hundreds of them take few
-    launches. A large one is not copied.
+    Called by finalize with all scales of a calibration. Small tensors are concatenated, so that hundreds of tensors
+    take few launches; large tensors are not copied.
 
     Args:
         tensors: of any shapes, dtypes and devices.
-        absolute: look at absolute values.
+        absolute: check the absolute values, for scales that may be negative.
 
     >>> all_positive([torch.ones(2), torch.tensor([0.5])])
     True
@@ -82,7 +84,7 @@ def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> boo
 
 
 def _is_positive(tensor: torch.Tensor, absolute: bool) -> torch.Tensor:
-    """Whether every value is positive and finite, as a tensor on the device. NaN is neither."""
+    """Whether every value is positive and finite, as a boolean tensor on the device; False if there is a NaN."""
     values = widened(tensor)
     if absolute:
         values = values.abs()
@@ -93,7 +95,8 @@ def _is_positive(tensor: torch.Tensor, absolute: bool) -> torch.Tensor:
 def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
     """For each floating point tensor, whether it is zero everywhere.
 
-    Called before weights are searched, with the squares of their inputs: inputs that are all zero weigh no column.
+    Called with the statistics of inputs before weights are searched by them (``observers/by_inputs.py``): inputs that
+    are all zero say nothing about which columns matter.
     """
     answers = [False] * len(tensors)
     for indices in _indices_by_device(tensors).values():
@@ -107,10 +110,10 @@ def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies on the CPU, of any shapes and dtypes, in one transfer for each device, and one for each large tensor.
+    """Copy tensors of any shapes and dtypes to the CPU: one transfer for each device, and one for each large tensor.
 
-    Called by finalize and export for qparams, statistics and the rows of small weights, by the report and by the mixed
-    plan's measurements for their sums.
+    Called by finalize and export for qparams, statistics and small weights, and by the report and the measurements of
+    a mixed plan for their sums.
     """
     copies = list(tensors)
     for device, indices in _indices_by_device(tensors).items():
@@ -130,7 +133,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_one_transfer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of one accelerator's tensors on the CPU: their bytes are concatenated there."""
+    """Copy tensors of one accelerator to the CPU: their bytes are concatenated on the accelerator and sent at once."""
     if not tensors:
         return []
     as_bytes = []
@@ -150,14 +153,17 @@ def _in_one_transfer(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def widened(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in a dtype that torch can subtract: float8 becomes float32."""
+    """The tensor in a dtype that torch can subtract: a dtype of one byte (float8) becomes float32.
+
+    Called wherever statistics are checked for NaN and infinity.
+    """
     if tensor.itemsize == 1:
         return tensor.float()
     return tensor
 
 
 def _indices_by_device(tensors: Sequence[torch.Tensor]) -> dict[torch.device, list[int]]:
-    """The indices of each device's tensors."""
+    """Group the indices of the tensors by their device."""
     indices: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         indices.setdefault(tensor.device, []).append(index)

@@ -1,9 +1,14 @@
-"""Mean and variance of data that come in batches and on ranks; sums of squares and of products of channels.
+"""Sums from which observers compute means, variances and Hessians of data that come in batches and on ranks.
 
-Mean and variance are kept as number, sum and sum of squares in float64, because batches and ranks are combined by
-addition: Chan's combination of (number, mean, squared deviations) needs both means at once and is not a sum. The price
-is cancellation: a relative error of about ``1e-16 * (mean / std) ** 2`` in the variance. The square of a float32 is
-exact in float64, and the variance of data whose mean is a thousand times their deviation still has ten digits.
+Observers call these functions for each batch: ``normal_observer`` for mean and variance (:func:`measure_moments`), the
+imatrix observers for the squares of input channels (:func:`channel_squares`), the Hessian observers and rounding for
+the products of input channels (:func:`channel_products`, :func:`cross_products`).
+
+Mean and variance are kept as the number of values, their sum and the sum of their squares in float64, because batches
+and ranks are combined by addition. Chan's formula for combining (number, mean, squared deviations) is no sum: it needs
+both means at once. The price is cancellation: a relative error of about ``1e-16 * (mean / std) ** 2`` in the variance.
+The square of a float32 is exact in float64, and the variance of data whose mean is a thousand times their deviation
+still has ten digits.
 
 Reference:
     Chan, Golub, LeVeque, Algorithms for Computing the Sample Variance, 1983.
@@ -24,7 +29,10 @@ _TILE = 1 << 16
 
 
 class Moments(NamedTuple):
-    """``number`` (values per scale) is ``(1,)`` in int64, ``sums`` and ``squares`` are ``(*Q,)`` in float64."""
+    """The moments of the values of each scale: their number, sum and sum of squares.
+
+    ``number`` (values per scale) is ``(1,)`` in int64; ``sums`` and ``squares`` are ``(*Q,)`` in float64.
+    """
 
     number: torch.Tensor
     sums: torch.Tensor
@@ -32,7 +40,7 @@ class Moments(NamedTuple):
 
 
 def measure_moments(observed: torch.Tensor) -> Moments:
-    """Moments of ``(N, *Q, G)`` over the first and the last dimension; the normal observer's measurement of a batch."""
+    """The moments of ``(N, *Q, G)`` over the first and the last dimension, for each batch of ``normal_observer``."""
     flat = observed.flatten(1, -2)
     shape = observed.shape[1:-1]
     values_per_scale = flat.shape[0] * flat.shape[2]
@@ -45,7 +53,10 @@ def measure_moments(observed: torch.Tensor) -> Moments:
 
 
 def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
-    """As :func:`~lightning_obs.numerics.on_gpu.moments`, operation by operation: ``(2, Q)`` in float64."""
+    """Sum and sum of squares of ``(N, Q, G)`` as ``(2, Q)`` in float64, by torch's operations, tile by tile.
+
+    It gives what :func:`~lightning_obs.numerics.on_gpu.moments` gives, on devices without the compiled loops.
+    """
     by_scale = observed.transpose(0, 1)
     values = by_scale.flatten(1)
     scales = len(values)
@@ -64,7 +75,10 @@ def _moments_plainly(observed: torch.Tensor) -> torch.Tensor:
 
 
 def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and sample standard deviation (n - 1; 0 for a single value), ``(*Q,)`` each in float64."""
+    """Mean and sample standard deviation (n - 1; 0 for a single value), ``(*Q,)`` each in float64.
+
+    Called by ``normal_observer`` when qparams are computed.
+    """
     number, sums, squares = moments
     mean = sums / number
     degrees_of_freedom = (number - 1).clamp(min=1)
@@ -77,10 +91,10 @@ def mean_and_std(moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum of squares per channel of ``(..., C)``, ``(C,)`` in float64, and the number of rows, ``(1,)`` in int64.
+    """The sum of squares of each channel of ``(..., C)``, ``(C,)`` in float64, and the number of rows, ``(1,)``.
 
-    The importance of input channels for the imatrix observers, which call it for each batch. Tiles are added up in
-    float64, on an accelerator in float32.
+    The imatrix observers call it for each batch of inputs; they weigh the columns of a weight by the mean squares.
+    Within a tile, squares are added in float64 on a CPU and in float32 on an accelerator; tiles are added in float64.
     """
     channels = value.shape[-1]
     rows = value.reshape(-1, channels)
@@ -100,24 +114,24 @@ def channel_squares(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _count_rows(rows: torch.Tensor) -> torch.Tensor:
-    """The number of rows, ``(1,)`` in int64, made on their device: uploading it would make the host wait."""
+    """The number of rows, ``(1,)`` in int64, created on their device, because an upload would make the host wait."""
     return torch.full((1,), len(rows), device=rows.device)
 
 
 def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Hessian of each group of channels, summed over a batch, and the number of rows, ``(1,)``.
+    """The Hessian of each group of channels, summed over the rows of a batch, and the number of rows.
 
-    Called by the Hessian observers for each batch that they observe.
+    The Hessian observers call it for each batch of inputs.
 
     Args:
         value: ``(..., C)``.
-        width: channels of a group.
+        width: number of channels of a group.
 
     Returns:
-        The sums of ``x x^T`` over rows x, ``(C/width, width, width)`` in float32; where ``width`` does not divide C,
-        the last of them ends in zeros. And the number of rows, in int64.
+        The sums of ``x x^T`` over rows x, ``(C / width, width, width)`` in float32. Where ``width`` does not divide C,
+        there is one more group, padded with zeros. Then the number of rows, ``(1,)`` in int64.
     """
-    with torch.autocast(value.device.type, enabled=False), exact_products():  # else in half precision, or in TF32
+    with torch.autocast(value.device.type, enabled=False), exact_products():  # neither half precision nor TF32
         channels = value.shape[-1]
         rows = value.reshape(-1, channels).float()
         missing_channels = -channels % width
@@ -129,7 +143,10 @@ def channel_products(value: torch.Tensor, width: int) -> tuple[torch.Tensor, tor
 
 
 def cross_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The sum of ``x y^T`` over rows x of ``left`` and the same rows y of ``right``, ``(..., C)`` each.
+    """The sum of ``x y^T`` over rows x of ``left`` and the corresponding rows y of ``right``, ``(..., C)`` each.
+
+    ``calibration/input_errors.py`` calls it for each batch that is observed in full precision and quantized, for a
+    rounding on quantized inputs.
 
     Returns:
         ``(C, C)`` in float32.

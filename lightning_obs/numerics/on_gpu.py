@@ -1,9 +1,13 @@
-"""Counts, moments, searches and roundings on a GPU: how the loops are launched that Triton compiles.
+"""Counts, moments, range searches and GPTQ rounding on a GPU: launch the loops that Triton compiles.
 
-The method: a loop takes the place of launches for each candidate or column, or of copies. The choice: Triton, which
-comes with torch's builds for CUDA, so nothing is built when the package is installed. The trade-off: what Triton makes
-for a device that nobody tried is not known. So before the loops are used on a device, small results of each are
-compared there with torch's operations. Without Triton, callers run torch's operations.
+``histogram.py``, ``moments.py``, ``rounding.py`` and ``search/loops.py`` call these functions where :func:`can_run`
+says that the loops work, and torch's operations elsewhere. The loops are in ``kernels/gpu_loops.py``; a *program* is
+Triton's unit of parallel work.
+
+The method: one launch of a loop replaces torch's launches for each candidate or column, and copies of the data. The
+choice: Triton, which comes with torch's builds for CUDA, so nothing is built when the package is installed. The
+trade-off: what Triton compiles for an untested device may be wrong. So before the loops are first used on a device,
+small results of each loop are compared there with torch's operations.
 """
 
 from __future__ import annotations
@@ -19,48 +23,51 @@ from lightning_obs.errors import warn
 from lightning_obs.numerics.candidates import Candidates, Improvements, finite_or_infinite, half_of_range, improvements
 from lightning_obs.numerics.formats import NumberGrid
 
+# Dtypes of values that the loops read.
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Values that a program holds in registers.
 _TILE = 4096
-# Those of them that a warp of a search holds: several warps that share short rows would each compute all their scales.
-# Few rows are cut into small tiles that several warps share: more of the device works.
+# Values per warp in a search: several warps on the same short rows would each compute all the scales of these rows.
 _VALUES_OF_WARP = 1024
+# Up to this number of rows, a search has small tiles, each for several warps, so that more of the device is busy.
 _FEW_ROWS = 256
 _WARPS_OF_FEW_ROWS = 4
 # Rows that a program of the rounding holds.
 _ROWS = 16
-# Values that a program adds up.
+# Values that a program of the moments adds up.
 _SPAN = 1 << 15
-# Tables of counts, and programs that share one at least: a small tensor is counted sooner than tables are added up.
+# Most tables of counts, and fewest programs that share a table: for a small tensor, adding up tables takes longer than
+# counting in one table.
 _TABLES = 16
 _PROGRAMS_OF_TABLE = 16
-# Results that differ by no more than this agree.
+# Up to this relative difference, a loop agrees with torch's operations; a wrong loop differs by far more.
 _DIFFERENCE = 1e-3
 
 
 def _triton() -> Any:
+    """The module of loops that Triton compiles, imported at first use; ImportError without Triton."""
     from lightning_obs.numerics.kernels import gpu_loops
 
     return gpu_loops
 
 
-#: by kind of device, the loops that are compiled for it
+#: type of device -> function that returns the module of loops for it
 LOOPS: dict[str, Callable[[], Any]] = {"cuda": _triton}
 
 
 def _loops_for(value: torch.Tensor) -> Any:
-    """The loops for a tensor's kind of device."""
+    """The module of loops for the type of a tensor's device."""
     return LOOPS[value.device.type]()
 
 
 def can_run(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor."""
+    """Whether the loops can run on this tensor, by its device and dtype. Callers ask before they call a loop here."""
     return value.device.type in LOOPS and value.dtype in _DTYPES and _available(value.device)
 
 
 @functools.cache
 def _available(device: torch.device) -> bool:
-    """Whether the loops compile for a device and agree with torch's operations there; else a warning says so."""
+    """Whether the loops compile for a device and agree with torch's operations there; tried once, and warns if not."""
     try:
         difference = _difference(device)
     except Exception as error:  # no Triton, no compiler, a device that it does not know: each raises its own
@@ -74,7 +81,7 @@ def _available(device: torch.device) -> bool:
 
 
 def _difference(device: torch.device) -> float:
-    """The relative difference of small results from those of torch's operations: the largest, or all that differ."""
+    """How far small results of the loops are from those of torch's operations: the sum of four measures, 0 if equal."""
     grid = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128))
     values = torch.linspace(-1, 1, 4096, device=device).pow(3)
     rows = values.bfloat16().view(32, 128)
@@ -87,7 +94,7 @@ def _difference(device: torch.device) -> float:
 
 
 def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
-    """The largest relative difference of an error of a range, ``rows`` being ``(R, G)``."""
+    """The largest relative difference of a candidate's error on a row of ``(R, G)``."""
     factors = torch.tensor((1.0, 0.9), dtype=torch.float64, device=rows.device)
     candidates = Candidates(rows.amin(1), rows.amax(1), factors)
     scale, _ = candidates.qparams(grid)
@@ -99,7 +106,10 @@ def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
 
 
 def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int, grid: NumberGrid) -> torch.Tensor:
-    """The error of one candidate on each row of ``(R, G)``, by the loop: the least of this candidate alone."""
+    """The error of the candidate with this index on each row of ``(R, G)``, by the loop.
+
+    The loop returns least errors, so it is called with this candidate alone.
+    """
     alone = candidates._replace(factors=candidates.factors[number : number + 1])
     view = rows[None, :, None]
     everything = slice(0, len(rows))
@@ -107,7 +117,7 @@ def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int
 
 
 def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
-    """The share of the values of a square panel that are rounded to another level."""
+    """The share of the values of a square panel that the loop rounds to another level than torch's operations."""
     zero = torch.zeros_like(left)
     step = zero + 0.1
     identity = torch.eye(len(left), device=left.device)
@@ -118,7 +128,7 @@ def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
 
 
 def _difference_of_counts(rows: torch.Tensor) -> torch.Tensor:
-    """How many values ``(R, G)`` are not counted, and how many rows have another number of them."""
+    """How many values of ``(R, G)`` the loop did not count, plus how many rows have a wrong total of counts."""
     counts = rows.new_zeros(len(rows), 1 << 16, dtype=torch.int64)
     count_patterns(rows[None], counts)
     patterns = rows.view(torch.uint16).long()
@@ -128,7 +138,7 @@ def _difference_of_counts(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
-    """How many rows ``(R, G)`` have another sum of squares."""
+    """How many rows of ``(R, G)`` have another sum of squares than by torch's operations."""
     expected = rows.double().square().sum(1)
     _, squares = moments(rows[None])
     differences = (squares - expected).abs()
@@ -136,10 +146,10 @@ def _difference_of_squares(rows: torch.Tensor) -> torch.Tensor:
 
 
 def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add how often each pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64.
+    """Add how often each bit pattern of bfloat16 values ``(N, Q, G)`` occurs to ``counts``, ``(Q, 65536)`` in int64.
 
-    Programs of a large tensor count in several tables, which are added up: neighbouring places are in one piece of the
-    cache, and additions to it wait for each other.
+    Called by ``histogram.py`` for each tile that is counted. The programs of a large tensor count in several tables,
+    which are added up at the end: in a single table, atomic additions to the same cache line wait for each other.
     """
     observations, scales, width = values.shape
     size = observations * width
@@ -159,7 +169,10 @@ def count_patterns(values: torch.Tensor, counts: torch.Tensor) -> None:
 
 
 def moments(values: torch.Tensor) -> torch.Tensor:
-    """Sum, and sum of squares, of ``(N, Q, G)`` over the first and the last dimension: ``(2, Q)`` in float64."""
+    """Sum and sum of squares of ``(N, Q, G)`` over the first and the last dimension, ``(2, Q)`` in float64.
+
+    Called by ``moments.py`` for each batch of the normal observer.
+    """
     observations, scales, width = values.shape
     size = observations * width
     span = min(_SPAN, _power(size))
@@ -173,7 +186,7 @@ def moments(values: torch.Tensor) -> torch.Tensor:
 
 
 def _power(size: int) -> int:
-    """The smallest power of two that is not smaller."""
+    """The smallest power of two that is at least ``size``."""
     return 1 << (size - 1).bit_length()
 
 
@@ -186,19 +199,20 @@ def measure_ranges(
     norm: float,
     least: torch.Tensor | None = None,
 ) -> Improvements:
-    """Which candidates improve some rows by their errors ``sum |q(x) - x| ** norm``.
+    """Which candidates improve which rows, by their errors ``sum |q(x) - x| ** norm``.
 
-    A program has all values of some rows, and compares the candidates itself, so no errors are kept; of longer rows it
-    has a piece, and the errors are added up in float64.
+    Called by ``search/loops.py`` as the loop of a range search on a GPU. If a program can hold all values of a row, it
+    compares the candidates itself, and no errors are kept. Longer rows are cut into pieces, and the errors of the
+    pieces are added up in float64.
 
     Args:
         view: the values ``(A, B, N, G)``; the first two dimensions number the rows.
         part: the consecutive rows that are measured.
-        importance: weight of each value's error, ``(I, G)``: row r has the weights of r modulo I.
-        candidates: of these rows.
+        importance: weight of each value's error, ``(I, G)``: row r has the weights ``r % I``. None: all weights are 1.
+        candidates: the candidates of these rows.
         grid: the numbers of the format.
         norm: exponent of the error.
-        least: the least errors of earlier candidates, ``(r,)``; None: there are none.
+        least: the least errors of earlier candidates, ``(r,)``; None: there are no earlier candidates.
     """
     rows = part.stop - part.start
     count = len(candidates.factors)
@@ -261,7 +275,7 @@ def measure_ranges(
 
 
 def _least_errors(least: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:
-    """The least errors before a measurement, ``(rows,)`` in float32, to be written over."""
+    """A copy of the least errors so far, ``(rows,)`` in float32, which the loop overwrites; infinity at first."""
     if least is None:
         return torch.full((rows,), torch.inf, device=device)
     return least.to(torch.float32, copy=True)
@@ -270,17 +284,19 @@ def _least_errors(least: torch.Tensor | None, rows: int, device: torch.device) -
 def round_panel(
     left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Levels of the columns of a panel, each rounded after it took up the errors of the columns before it.
+    """Round the columns of a panel by GPTQ: each column is corrected by the errors of the columns before it.
+
+    Called by ``rounding.py`` for one panel of columns after the other.
 
     Args:
         left: ``(P, R)`` in float32: P columns of the weight, less the corrections of all earlier panels.
         step: the scale of each value, ``(P, R)``.
         zero: the zero point of each value, ``(P, R)``.
-        factor: ``(P, P)``, a block on the diagonal of the inverse Hessian's upper Cholesky factor.
+        factor: ``(P, P)``, the panel's block on the diagonal of the inverse Hessian's upper Cholesky factor.
         grid: the numbers of the format.
 
     Returns:
-        The levels, and each column's error over the factor's diagonal, ``(P, R)`` both.
+        The levels, and the error of each column divided by the factor's diagonal, ``(P, R)`` each.
     """
     levels = torch.empty_like(left)
     errors = torch.empty_like(left)
@@ -308,7 +324,7 @@ def round_panel(
 def round_panel_plainly(
     left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As :func:`round_panel`, operation by operation on any device; ``left`` is written over."""
+    """:func:`round_panel` by torch's operations, on any device; it overwrites ``left``."""
     levels = torch.empty_like(left)
     errors = torch.empty_like(left)
     for i in range(len(left)):
@@ -323,7 +339,7 @@ def round_panel_plainly(
 
 
 def _of_grid(grid: NumberGrid) -> dict[str, Any]:
-    """The arguments by which the loops know a format."""
+    """The arguments of the loops that describe a format, and ``enable_fp_fusion``: products and sums are not fused."""
     is_integer = grid.number is None
     smallest = 0 if grid.number is None else grid.number.smallest
     mantissa = 0 if grid.number is None else grid.number.mantissa

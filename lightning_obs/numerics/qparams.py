@@ -1,11 +1,16 @@
-"""A tensor flattened to the values of each scale, and a range turned into quantization parameters.
+"""Flatten a tensor to the values of each scale, and turn a range into quantization parameters.
 
-Every strategy is flattened to ``(num_observations, *qparam_shape, group_size)``: reducing the first and the last
-dimension leaves exactly one number per scale. ``qparam_shape`` is the shape of the scale that compressed-tensors
-registers for the strategy, so a range found on the flattened tensor fits without another reshape.
+Observers call :func:`flatten_for_calibration` for what they observe and :func:`compute_qparams` for their range; the
+other functions answer questions about ``QuantizationArgs`` or serve everything that computes on tiles of a tensor.
 
-The arithmetic is compressed-tensors' own (`calculate_qparams`, `generate_gparam`), so that a scale found here is
-bit for bit the scale that its kernels and the rest of its ecosystem would have computed from the same range.
+For every strategy a tensor is flattened to ``(num_observations, *qparam_shape, group_size)``: reducing the first and
+the last dimension leaves exactly one number per scale. ``qparam_shape`` is the shape of the scale that
+compressed-tensors registers for the strategy, so the range of a flattened tensor needs no other reshape.
+
+The arithmetic is that of compressed-tensors (`calculate_qparams`, `generate_gparam`), so a scale from here is bit for
+bit the scale that other users of compressed-tensors compute from the same range.
+
+A *base name* says which tensor of a module is quantized: weight, input, output, or the attention states q, k, v.
 """
 
 from __future__ import annotations
@@ -44,12 +49,11 @@ _STRATEGIES = {
     **dict.fromkeys(ATTENTION, ("tensor", "attn_head")),
 }
 BASE_NAMES = tuple(_STRATEGIES)
-#: the field of a scheme that has the arguments of each tensor of a module; q, k and v of attention have
-#: ``input_activations``
+#: base name -> the field of a QuantizationScheme with its QuantizationArgs; q, k and v use ``input_activations``
 SCHEME_FIELDS = {"weight": "weights", "input": "input_activations", "output": "output_activations"}
-#: the key of ``observer_kwargs`` that says how numbers are chosen after the observer's scales
+#: the key of ``observer_kwargs`` that says how a weight is rounded once the observer has chosen its scales
 ROUNDING = "rounding"
-#: rows of this many values, in float32, are read by torch's operations as fast as by a compiled loop
+#: float32 rows of at least this many values are read by torch's operations as fast as by a compiled loop
 _FAST_ROW = 32
 
 
@@ -58,7 +62,8 @@ def flatten_for_calibration(
 ) -> torch.Tensor:
     """Reshape an observed tensor to ``(num_observations, *qparam_shape, group_size)``.
 
-    Called by an observer for each tensor that it gets, before its statistics are measured.
+    Called by an observer for each tensor that it gets, before its statistics are measured, and by plans and reports for
+    the shape of a module's scales.
 
     ==============  ==============================  =====================================  =================
     base name       strategy                        result                                 qparam_shape
@@ -75,16 +80,19 @@ def flatten_for_calibration(
     ==============  ==============================  =====================================  =================
 
     Args:
-        value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector is one observation), an attention state.
+        value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector is one observation), or an attention state
+            ``(B, H, S, D)``.
         base_name: one of weight, input, output, q, k, v.
-        args: gives strategy, group size and block structure.
-        g_idx: group of each column ``(C,)`` of a weight in activation order: columns are sorted by group first.
+        args: strategy, group size and block structure.
+        g_idx: the group of each column of a weight in activation order, ``(C,)``; columns are sorted by group first.
 
     Returns:
-        A view where possible. Blocks that do not divide the weight are padded with zeros, as every range has zero.
+        A view where possible. Where blocks do not divide the weight, it is padded with zeros, which widen no range,
+        because every range contains zero.
 
     Raises:
-        CalibrationError: an unknown base name, a strategy that it cannot have, columns that groups do not divide.
+        CalibrationError: an unknown base name, a strategy that this base name cannot have, or a number of columns that
+            is no multiple of the group size.
     """
     if base_name not in BASE_NAMES:
         raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
@@ -136,16 +144,16 @@ def _flatten_activation(value: torch.Tensor, args: QuantizationArgs) -> torch.Te
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each.
 
-    Called by :func:`observed_range`, and by the searches for the ranges of their rows.
+    Called by :func:`observed_range`, and by range searches for the ranges that they shrink.
     """
     if view.shape[:2].numel() == 1:
-        low, high = torch.aminmax(view)  # at the speed of memory, by threads that torch keeps running
+        low, high = torch.aminmax(view)  # limited by memory bandwidth, in torch's own threads
         low = low.reshape(1, 1)
         high = high.reshape(1, 1)
         return low, high
     if not _is_fast_in_torch(view) and launch.can_read(view):
         return launch.extremes(view)
-    # With dimensions, aminmax is ten times slower than these two.
+    # aminmax over given dimensions is ten times slower than these two calls.
     low = view.amin((2, 3))
     high = view.amax((2, 3))
     return low, high
@@ -154,7 +162,7 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def _is_fast_in_torch(view: torch.Tensor) -> bool:
     """Whether torch finds the extremes of ``(A, B, N, G)`` in about the time of a compiled loop.
 
-    Then numba, whose import takes a second and 140 MB, is not needed for them: most weights in training are such.
+    True for most weights in training, for which numba then need not be imported: that takes a second and 140 MB.
     """
     *_, observations, values = view.shape
     return view.dtype == torch.float32 and observations == 1 and values >= _FAST_ROW and view.stride(-1) == 1
@@ -163,7 +171,7 @@ def _is_fast_in_torch(view: torch.Tensor) -> bool:
 def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``.
 
-    Called by the min-max observers and by range searches, for each observed tensor.
+    Called by the min-max observers for each observed tensor, by range searches, and for the exact ends of a histogram.
     """
     shape = observed.shape[1:-1]
     rows = observed.flatten(1, -2).transpose(0, 1)
@@ -174,7 +182,10 @@ def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows_per_scale(args: QuantizationArgs) -> int | None:
-    """How many rows of a weight share a scale; None: all of them. Export cuts large weights between such rows.
+    """How many rows of a weight share a scale; None: all rows share one.
+
+    Export (``checkpoint/entries.py``) and packed weights call it before they process a large weight in parts, which
+    must not divide such rows.
 
     >>> rows_per_scale(QuantizationArgs(strategy="block", block_structure=[4, 8]))
     4
@@ -187,7 +198,14 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
 
 
 def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a weight ``(R, C)`` that a scale covers; asked by observers that weigh columns by inputs."""
+    """The number of rows and of columns of a weight that one scale covers.
+
+    Called by observers that weigh columns by inputs, before they search the weight.
+
+    Args:
+        args: strategy, group size and block structure.
+        shape: of the weight, ``(R, C)``.
+    """
     columns = shape[1]
     rows = rows_per_scale(args) or shape[0]
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
@@ -200,7 +218,10 @@ def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int,
 
 
 def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """``(R, C)`` to ``(R/h, C/w, h, w)``, padded with zeros where blocks do not divide it; a view where they do."""
+    """Cut a weight ``(R, C)`` into blocks ``(R/h, C/w, h, w)``: a view, or padded with zeros if they do not divide it.
+
+    Called wherever values are laid out by scale: by observers, range searches and fake quantization.
+    """
     assert args.block_structure is not None  # QuantizationArgs validated it
     height, width = args.block_structure
     weight = maybe_pad_tensor_for_block_quant(weight, (height, width))
@@ -210,13 +231,13 @@ def split_blocks(weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def _check_dimensions(value: torch.Tensor, rule: str, dimensions: str) -> None:
-    """Raise an error that states the rule unless ``value`` has as many dimensions as ``dimensions`` names."""
+    """Raise a CalibrationError that says ``rule`` unless ``value`` has as many dimensions as ``dimensions`` names."""
     if value.ndim != dimensions.count(",") + 1:
         raise CalibrationError(rule, got=f"shape {tuple(value.shape)}", expected=dimensions)
 
 
 def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """``(..., C)`` to ``(..., C/g, g)``, a view."""
+    """A view of ``(..., C)`` as groups ``(..., C/g, g)``; a CalibrationError if groups do not divide the columns."""
     assert args.group_size is not None  # QuantizationArgs validated it
     columns = value.shape[-1]
     if columns % args.group_size:
@@ -230,9 +251,10 @@ def _split_groups(value: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def tile_size(device: torch.device, on_cpu: int) -> int:
-    """How many elements an operation takes at once: ``on_cpu``, which fits its cache; on an accelerator 16 million.
+    """How many elements an operation processes at once: ``on_cpu`` on a CPU, 16 million on an accelerator.
 
-    Asked by everything that visits a tensor in tiles. On an accelerator each launch costs time, so tiles are large.
+    Called by everything that visits a tensor in tiles. ``on_cpu`` is chosen by the caller to fit the cache. On an
+    accelerator each launch costs time, so tiles are large.
     """
     if device.type == "cpu":
         return on_cpu
@@ -240,9 +262,9 @@ def tile_size(device: torch.device, on_cpu: int) -> int:
 
 
 def no_upload(device: torch.device) -> AbstractContextManager[Any]:
-    """A block in which ``torch.tensor`` of a number does not make an accelerator's host wait.
+    """A context in which ``torch.tensor(number, device=device)`` does not make the host wait for an accelerator.
 
-    compressed-tensors makes such tensors; its functions for scales and zero points are called in this block.
+    compressed-tensors' functions for scales and zero points make such tensors, so they are called in this context.
     """
     if device.type == "cpu" or torch.compiler.is_compiling():
         return nullcontext()
@@ -250,7 +272,7 @@ def no_upload(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class _Filled(TorchFunctionMode):
-    """``torch.tensor`` of a number fills a tensor on its device: an upload would wait for all work before it."""
+    """Replace ``torch.tensor`` of a number by ``torch.full``: an upload would wait for all queued work of a device."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
@@ -260,10 +282,11 @@ class _Filled(TorchFunctionMode):
 
 
 def keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
-    """Let compressed-tensors make the ends of a format's range outside of inference mode, in which a validation runs.
+    """Make compressed-tensors create its cached tensors for the ends of a format's range outside of inference mode.
 
-    It keeps these two tensors for the process. Made in inference mode, no forward of its own that computes gradients
-    could read them. Called before each call of compressed-tensors that reads them.
+    compressed-tensors keeps these two tensors for the process. A validation runs in inference mode; if they were
+    created there, a later forward of compressed-tensors that computes gradients could not use them. Called before each
+    call of compressed-tensors that reads them.
     """
     if torch.compiler.is_compiling():  # asked first: the compiler knows no inference mode
         return
@@ -274,10 +297,10 @@ def keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """A block in which products of float32 matrices are float32, for any ``torch.set_float32_matmul_precision``.
+    """A context in which float32 matrices are multiplied in float32.
 
-    Hessians are summed and searched, and weights rounded, in it. TF32 has ten bits, in which sums of ``x x^T`` may
-    become singular.
+    It overrides ``torch.set_float32_matmul_precision``. Hessians are summed, ranges searched by Hessians, and weights
+    rounded in it, because with TF32's ten bits of mantissa a sum of ``x x^T`` may become singular.
     """
     usual_values = []
     for settings, name, exact_value in _product_settings():
@@ -292,7 +315,7 @@ def exact_products() -> Iterator[None]:
 
 @functools.cache
 def _product_settings() -> list[tuple[Any, str, Any]]:
-    """The settings of torch for products of float32 matrices: the object, the attribute, and its exact value."""
+    """torch's settings for products of float32 matrices: the object, its attribute, its value for full precision."""
     settings: list[tuple[Any, str, Any]] = []
     for backend in (torch.backends.cuda, torch.backends.mkldnn):
         matmul = getattr(backend, "matmul", None)
@@ -318,13 +341,14 @@ class QParamsDict(TypedDict, total=False):
 def compute_global_scale(
     ranges: Iterable[tuple[torch.Tensor, torch.Tensor]], args: QuantizationArgs
 ) -> torch.Tensor | None:
-    """Global scale of a fused set: from the largest magnitude among all members' ranges.
+    """The global scale ``(1,)`` of a fused set, from the largest magnitude in the ranges of all its members.
 
-    Called for an observer's own set (``observers/observer.py``), and by the Hessian observers for the widest range.
+    A fused set (q, k and v, or gate and up) shares one global scale. Called by an observer when qparams are computed,
+    with the ranges of its fused set, and by the ``local_hessian`` observer before its search.
 
     Args:
-        ranges: (min, max) of every member of the group, any shapes.
-        args: None is returned unless its strategy is tensor_group.
+        ranges: ``(min, max)`` of every member of the set, of any shapes.
+        args: the strategy; unless it is tensor_group, the result is None.
     """
     if args.strategy != QuantizationStrategy.TENSOR_GROUP:
         return None
@@ -338,10 +362,10 @@ def compute_global_scale(
 
 
 def power_of_two(global_scale: torch.Tensor) -> torch.Tensor:
-    """The largest power of two that is not larger.
+    """The largest power of two that is not larger than the global scale.
 
-    The Hessian observers, and the sets that they are members of, replace their global scale by it: group scales are
-    then rounded alike for any global scale.
+    ``local_hessian`` observers, and fused sets with such a member, use it as their global scale. A group scale times
+    any power of two is rounded to float8 alike, so a search need not know which power the fused set ends with.
     """
     return torch.exp2(torch.log2(global_scale).floor())
 
@@ -353,16 +377,16 @@ def compute_qparams(
     global_scale: torch.Tensor | None = None,
     signed: bool = False,
 ) -> QParamsDict:
-    """Scale and zero point of a range.
+    """The scale and zero point of each range.
 
-    Called by every observer's ``get_qparams``, once its range is decided.
+    Called by every observer's ``get_qparams`` once its range is chosen, and by the entropy criterion for candidates.
 
     Args:
-        min_vals: smallest values ``(*qparam_shape,)``; zero is included if it was outside.
+        min_vals: smallest values ``(*qparam_shape,)``; the range is widened to contain zero.
         max_vals: largest values ``(*qparam_shape,)``.
         args: bits, type, symmetry, scale dtype.
         global_scale: ``(1,)``, only for tensor_group.
-        signed: see :func:`signed_scale`.
+        signed: whether scales may be negative; see :func:`signed_scale`.
 
     Returns:
         ``scale`` in the dtype of the range (an all-zero range gives that dtype's eps, never 0), ``zero_point`` in
@@ -377,11 +401,12 @@ def compute_qparams(
 
 
 def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """The scale of a symmetric integer format whose sign gives the lowest code to the end that is farther from zero.
+    """The scale of a symmetric integer format, with the sign that maps the end farther from zero to the lowest code.
 
-    The lowest code ``-2 ** (bits - 1)`` has no counterpart, so a positive scale leaves the largest positive value half
-    a step beyond the last code. A negative scale turns the codes around. Where both ends have one magnitude, the scale
-    is positive; an all-zero range gives the eps of the scale's dtype.
+    The lowest code ``-2 ** (bits - 1)`` has no positive counterpart, so with a positive scale the largest positive
+    value lies half a step beyond the highest code. A negative scale maps positive values to negative codes. Where both
+    ends have the same magnitude, the scale is positive; an all-zero range gives the eps of the scale's dtype. Called
+    by :func:`compute_qparams` and by range searches for observers with signed scales.
 
     >>> signed_scale(torch.tensor([-1.0, -2.0]), torch.tensor([2.0, 1.0]), QuantizationArgs(num_bits=4))
     tensor([-0.2500,  0.2500])
@@ -397,7 +422,10 @@ def signed_scale(low: torch.Tensor, high: torch.Tensor, args: QuantizationArgs) 
 
 
 def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationArgs]]:
-    """The tensors that a scheme quantizes: ``(base name, args)`` of weight, input, output."""
+    """``(base name, args)`` for each tensor that a scheme quantizes, of weight, input and output.
+
+    Called wherever a plan, a check or a report goes through the tensors of a scheme.
+    """
     for base_name, field in SCHEME_FIELDS.items():
         args = getattr(scheme, field)
         if args is not None:
@@ -405,11 +433,10 @@ def scheme_args(scheme: QuantizationScheme) -> Iterator[tuple[str, QuantizationA
 
 
 def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
-    """Whether scales of a tensor may be negative: for weights in symmetric integer formats.
+    """Whether scales of a tensor may be negative: only for weights in symmetric integer formats.
 
-    Not where scales are rounded to a dtype of one byte, which is meant for magnitudes.
-
-    Asked by an observer's constructor, and where the scales of a checkpoint are checked.
+    False where scales are rounded to a dtype of one byte, because such dtypes are meant for magnitudes. Called by an
+    observer's constructor, and where the scales of a checkpoint are checked.
     """
     if base_name != "weight" or args.type != QuantizationType.INT:
         return False
@@ -418,12 +445,13 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
 
 
 def rounding_of(args: QuantizationArgs) -> RoundingOptions | None:
-    """How a weight is rounded once it has scales; None: to nearest.
+    """The options of the rounding in ``observer_kwargs``; None: a weight is rounded to nearest.
 
-    Called by every observer's constructor, so that a wrong option is refused before data.
+    Called by every observer's constructor, so that a wrong option is refused before any data is read, and by
+    calibration when it rounds.
 
     Raises:
-        CalibrationError: another name than ``gptq``, an unknown option, or a value of the wrong kind.
+        CalibrationError: an unknown name or option, or a value that is not allowed.
 
     >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"})).damping
     0.1

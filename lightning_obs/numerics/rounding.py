@@ -1,14 +1,18 @@
-"""Round a weight so that its module's output changes least, with scales that are fixed before.
+"""Round a weight by GPTQ, so that its module's output changes little, with scales that are fixed before.
 
-Method. GPTQ: the columns are rounded one after the other, each to the nearest level, and the columns that follow
-compensate for its error, ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, U the upper Cholesky factor of the inverse
-Hessian. Columns whose inputs are largest come first (``act_order``), when most columns are left to compensate. Since
-scales belong to columns as they are stored, that order leaves no trace in a checkpoint.
+``calibration/weight_rounding.py`` calls it for each weight whose scheme asks for ``rounding``, once scales are chosen.
 
-Where the moments of the gradients at the module's outputs are known, too, rows are rounded block by block, and the rows
-that follow compensate for a block's errors in the same way: rows whose outputs act alike on the predictions.
+Method. The columns are rounded one after the other, each to the nearest level, and the columns that follow compensate
+for the error of column i: ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, where U is the upper Cholesky factor of the
+inverse Hessian. Columns with the largest inputs come first (``act_order``), while most columns are left to compensate.
+Scales belong to columns in the order in which they are stored, so this order leaves no trace in a checkpoint.
 
-An error is passed to the columns of its own panel at once, and to all later columns in one matrix product per panel.
+Where the sums of ``g g^T`` over the gradients at the module's outputs are known as well, rows are rounded block by
+block, and later rows compensate for a block's errors in the same way: rows whose outputs affect the predictions alike
+can make up for each other.
+
+A *panel* is some consecutive columns. An error is passed to later columns of its panel at once, and to all columns
+behind the panel in one matrix product per panel.
 """
 
 from __future__ import annotations
@@ -26,10 +30,11 @@ from lightning_obs.numerics.qparams import QParamsDict, exact_products
 
 # Columns of a panel.
 _PANEL = 128
-# Fewest rows of a block, and most blocks of a weight: each block takes as many steps as there are columns.
+# Fewest rows of a block, and most blocks of a weight: the time grows with the number of blocks, since the columns are
+# rounded one after the other in each block.
 _ROWS = 64
 _BLOCKS = 32
-# Damping of the gradients' moments: they come from one random probe of each prediction.
+# Damping of the gradients' sums; it is large because the gradients come from one random probe of each prediction.
 _OUTPUT_DAMPING = 0.5
 
 
@@ -45,10 +50,12 @@ def round_by_hessian(
     act_order: bool = True,
     damping: float = 0.1,
 ) -> torch.Tensor:
-    """Levels of the grid for ``weight`` whose errors D change the module's output, or the predictions, little.
+    """Round ``weight`` to codes of its format so that the rounding changes the module's output little.
 
-    ``trace(D @ hessian @ D.T)`` is kept small, with ``outputs`` ``trace(outputs @ D @ hessian @ D.T)``. Called by
-    ``calibration/weight_rounding.py`` for each weight whose scheme asks for rounding, once its scales are decided.
+    With D the error of the rounded weight, ``trace(D @ hessian @ D.T)`` is kept small: the squared error of the
+    outputs. If ``outputs`` is given, it is ``trace(outputs @ D @ hessian @ D.T)``: the effect on the predictions.
+    Called by ``calibration/weight_rounding.py`` for each weight whose scheme asks for rounding, once its scales are
+    chosen.
 
     Args:
         weight: ``(R, C)``.
@@ -58,12 +65,13 @@ def round_by_hessian(
             (zero on the diagonal) is rounded to nearest.
         outputs: ``(R, R)``, the sum or mean of ``g g^T`` over gradients g at the module's outputs; None: rows are
             rounded independently.
-        act_order: round columns in the order of the diagonal, largest first; off: as stored.
-        damping: share of the diagonal's mean that is added to it. GPTQ's own 0.01 loses a little less on text of the
-            kind that was calibrated on, and much more on other text (docs/evidence/four_bits.md).
+        act_order: round the columns in the order of the Hessian's diagonal, largest first. False: in stored order.
+        damping: share of the mean of the Hessian's diagonal that is added to the diagonal. GPTQ's default of 0.01 loses
+            a little less on text like that of the calibration, and much more on other text
+            (docs/evidence/four_bits.md).
 
     Returns:
-        ``(R, C)`` in the dtype of the format's codes (int8 for integers): the numbers before the zero point is
+        ``(R, C)`` in the dtype of the format's codes (int8 for integers): the levels, before the zero point is
         subtracted and the scale is multiplied.
 
     Raises:
@@ -117,7 +125,7 @@ def round_by_hessian(
 
 
 def _reordered(matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ``(R, C)`` as ``(C, R)``, columns and rows in the order in which they are rounded."""
+    """A transposed copy ``(C, R)`` of a matrix ``(R, C)``, with columns and rows in the order of the rounding."""
     reordered = matrix.T.index_select(0, columns)
     if rows is None:
         return reordered
@@ -133,9 +141,10 @@ def _round_blocks(
     grid: NumberGrid,
     levels: torch.Tensor,
 ) -> None:
-    """Write the levels of all rows, block by block; later rows compensate for a block's errors.
+    """Round all rows into ``levels``, block by block; later rows compensate for a block's errors.
 
-    ``factor`` is ``(C, C)`` and ``output_factor`` ``(R, R)``; all others are ``(C, R)``. ``left`` is written over.
+    ``factor`` is ``(C, C)`` and ``output_factor`` is ``(R, R)``: the inverse factors of the Hessian and of the
+    gradients' sums. All other tensors are ``(C, R)``. ``left`` is overwritten.
     """
     number_of_rows = left.shape[1]
     height = max(_ROWS, math.ceil(number_of_rows / _BLOCKS))
@@ -147,7 +156,7 @@ def _round_blocks(
         block_step = step[:, block]
         block_zero = zero[:, block]
         block_levels = levels[:, block]
-        contiguous_left = block_left.contiguous()  # of several blocks a copy, which is written over
+        contiguous_left = block_left.contiguous()  # a copy if there are several blocks; it is overwritten
         contiguous_step = block_step.contiguous()
         contiguous_zero = block_zero.contiguous()
         _round_rows(contiguous_left, contiguous_step, contiguous_zero, factor, grid, block_levels)
@@ -169,7 +178,7 @@ def _round_rows(
     grid: NumberGrid,
     levels: torch.Tensor,
 ) -> None:
-    """Write the levels of some rows, panel by panel. All but the factor are ``(C, r)``; ``left`` is written over."""
+    """Round r rows into ``levels``, panel by panel. All tensors but ``factor`` are ``(C, r)``; overwrites ``left``."""
     round_panel = on_gpu.round_panel if on_gpu.can_run(left) else on_gpu.round_panel_plainly
     columns = len(left)
     for start in range(0, columns, _PANEL):
@@ -187,18 +196,19 @@ def _round_rows(
 def corrected_target(
     weight: torch.Tensor, hessian: torch.Tensor, input_errors: torch.Tensor, *, damping: float, share: float
 ) -> torch.Tensor:
-    """The weight whose outputs on quantized inputs are nearest to the weight's own on full-precision inputs.
+    """The weight that makes up, on quantized inputs, for a share of the error in these inputs.
 
-    ``W + share * W A (H + damping)^-1``; with a share of 1 and no damping it is the least squares solution of
-    ``W' x~ = W x`` over inputs x and the same inputs x~ as the quantized modules before give them. Whole, it follows
-    the calibration data too closely. Called by ``calibration/weight_rounding.py``; the result is only what is rounded.
+    It is ``W + share * W A (H + damping)^-1``. With x an input in full precision and x~ the same input computed by the
+    quantized modules before, a share of 1 without damping gives the least squares solution W' of ``W' x~ = W x``; that
+    share fits the calibration data too closely. Called by ``calibration/weight_rounding.py`` before a rounding on
+    quantized inputs: the result is rounded in place of W, and not kept.
 
     Args:
         weight: W, ``(R, C)``; not changed.
         hessian: H, ``(C, C)``, the sum of ``x~ x~^T``.
         input_errors: A, ``(C, C)``, the sum of ``(x - x~) x~^T``.
         damping: share of the mean of H's diagonal that is added to it.
-        share: how much of the difference is made up for, in [0, 1].
+        share: how much of the difference is made up for, from 0 (nothing, W itself) to 1.
 
     Returns:
         ``(R, C)`` in float32.
@@ -228,7 +238,8 @@ def corrected_target(
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped Hessian, in float32.
 
-    It needs one matrix in float64.
+    All steps work in place on one float64 copy, to save memory. Raises a CalibrationError if the Hessian is not
+    positive definite.
     """
     damped = _damped(hessian, damping)
     del hessian  # the caller's may be a temporary
@@ -242,7 +253,10 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """A copy of a Hessian in float64, whose diagonal has no zeros and is raised by a share of its mean."""
+    """A float64 copy of a Hessian with zeros on its diagonal replaced, and the diagonal raised by a share of its mean.
+
+    The copy is column-major, so that LAPACK factors it in place.
+    """
     damped = torch.empty_like(hessian, dtype=torch.float64).mT
     damped.copy_(hessian)
     diagonal = damped.diagonal()
@@ -256,6 +270,7 @@ def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def _not_positive(columns: int, damping: float) -> CalibrationError:
+    """The error of a Hessian, with so many columns, that has no Cholesky factor."""
     return CalibrationError(
         "the Hessian of the inputs is not positive definite",
         got=f"{columns} columns, damping={damping}",

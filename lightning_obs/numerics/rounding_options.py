@@ -1,4 +1,7 @@
-"""How a weight is rounded once it has scales, as the option ``rounding`` says it."""
+"""The option ``rounding`` of a scheme: how a weight is rounded once its scales are chosen.
+
+``qparams.rounding_of`` reads it from ``observer_kwargs``; calibration acts on it.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,27 @@ from typing import Any, Literal
 
 from lightning_obs.errors import CalibrationError
 
-#: the share of the difference of inputs that a rounding on quantized inputs makes up for
+#: default share of the error in its inputs that a rounding on quantized inputs makes up for
 _CORRECTION = 0.5
 
 
 @dataclass(frozen=True)
 class RoundingOptions:
-    """The options of a rounding. They check themselves.
+    """The options of a rounding. The constructor checks them and replaces None by the default.
 
     Args:
         name: ``"gptq"``.
-        act_order: round columns in the order of the Hessian's diagonal, largest first; off: as stored.
-        damping: share of the mean of the Hessian's diagonal that is added to it, at least 0.
-        inputs: the inputs by which a weight is rounded: ``"full_precision"``, those of the unquantized model, or
-            ``"quantized"``, those that the quantized modules before it give. The latter runs the model block by block.
-        correction: on quantized inputs, the share, in [0, 1], of what they differ by that the rounding makes up for
-            (:func:`.corrected_target`). None: 0.5 on quantized inputs, else 0.
+        act_order: round the columns in the order of the Hessian's diagonal, largest first. False: in stored order.
+        damping: share of the mean of the Hessian's diagonal that is added to the diagonal, at least 0.
+        inputs: the inputs whose Hessian a weight is rounded by: ``"full_precision"``, those of the unquantized model,
+            or ``"quantized"``, those that the quantized modules before it compute, for which the model runs block by
+            block.
+        correction: share, in [0, 1], of the difference between full-precision and quantized inputs that the rounding
+            makes up for (:func:`.corrected_target`); above 0 only on quantized inputs. None: 0.5 on quantized inputs,
+            else 0.
 
     Raises:
-        CalibrationError: a value outside of these.
+        CalibrationError: a value that is not allowed.
     """
 
     name: Literal["gptq"] = "gptq"
@@ -43,7 +48,7 @@ class RoundingOptions:
 
     @classmethod
     def of(cls, option: str | Mapping[str, Any]) -> RoundingOptions:
-        """The options of a name, or of the fields in a dict.
+        """The options for a name, or for a dict of fields. ``rounding_of`` calls it with what the scheme holds.
 
         Raises:
             CalibrationError: an unknown name or field, or a value of the wrong kind.
@@ -51,16 +56,19 @@ class RoundingOptions:
         fields = {"name": option} if isinstance(option, str) else option
         try:
             return cls(**fields)
-        except TypeError:  # a field of another name, or no dict
+        except TypeError:  # an unknown field, or not a mapping
             raise _refusal(option) from None
 
     @property
     def on_quantized_inputs(self) -> bool:
-        """Whether the model has to run block by block, each block on the outputs of the quantized ones before it."""
+        """Whether the model has to run block by block, each block on the outputs of the quantized blocks before it.
+
+        ``schemes/config.py`` asks it to decide whether calibration goes stepwise.
+        """
         return self.inputs == "quantized"
 
     def _as_written(self) -> Any:
-        """The name, or the fields that are no defaults."""
+        """The options as a user writes them, for an error: the name alone, or a dict of what differs from defaults."""
         written = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -69,6 +77,7 @@ class RoundingOptions:
         return self.name if written.keys() <= {"name"} else {"name": self.name} | written
 
     def _is_valid(self) -> bool:
+        """Whether all fields have values that are allowed, and allowed together."""
         if self.name != "gptq" or not isinstance(self.act_order, bool):
             return False
         if not isinstance(self.damping, (int, float)) or not self.damping >= 0:
@@ -82,6 +91,7 @@ class RoundingOptions:
 
 
 def _refusal(option: Any) -> CalibrationError:
+    """The error for an option that is not allowed; it shows what may be written."""
     return CalibrationError(
         "rounding",
         got=repr(option),

@@ -1,4 +1,5 @@
-"""Loops over tensors in a CPU's memory, compiled by numba: one pass in place of several operations of torch.
+"""Compiled loops over tensors: one pass over memory in place of several operations of torch.
 
-Start reading in ``launch.py``.
+numba compiles them for a CPU (``loops.py``, called by ``launch.py``, where to start reading), Triton for a GPU
+(``gpu_loops.py``, called by ``numerics/on_gpu.py``). The loop of the range search on a CPU is in ``search/``.
 """

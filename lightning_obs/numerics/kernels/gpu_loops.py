@@ -1,10 +1,13 @@
-"""Loops that Triton compiles for a GPU, where torch would need launches for each candidate and column, or copies.
+"""Loops that Triton compiles for a GPU, where torch would need a launch for each candidate or column, or copies.
 
-A rounding computes as :class:`~lightning_obs.numerics.formats.NumberGrid` does, operation for operation: divisions are
-rounded to nearest, products and sums not fused. So are the scales of a search; a value is then multiplied by one over
-its scale, and a power is ``exp2(norm * log2(|d|))``, to six digits.
+Triton comes with torch's builds for CUDA. Only :mod:`lightning_obs.numerics.on_gpu` imports this module: it launches
+the loops, and its functions document what they compute. A *program* is one of the parallel calls of a loop.
 
-Triton comes with torch's builds for CUDA. Only :mod:`lightning_obs.numerics.on_gpu` imports this module.
+``round_panel`` computes as :class:`~lightning_obs.numerics.formats.NumberGrid` does, operation for operation: divisions
+are rounded to nearest, products and sums are not fused. The scales of ``measure_ranges`` are computed so, too; its
+errors are not: a value is multiplied by one over its scale, and a power is ``exp2(norm * log2(|d|))``, to six digits.
+
+In all loops, strides are in elements, and an index beyond the data is masked.
 """
 
 # Triton reads the source of these functions, and its own annotations.
@@ -18,10 +21,11 @@ import triton.language as tl
 def count_patterns(
     values, tables, size, wide, stride_n, stride_q, stride_g, scales, number_of_tables, BLOCK: tl.constexpr
 ):
-    """Add how often each 16-bit pattern of ``(N, Q, G)`` occurs to one of ``tables``, (T, Q, 65536), integers.
+    """Count the 16-bit patterns of ``values`` (N, Q, G), as int16, in ``tables``, (T, Q, 65536) integers.
 
-    A program counts BLOCK of the ``size`` values of one scale, ``wide`` is G; ``scales`` is Q, ``number_of_tables`` T.
-    Its zeros are one addition: additions to one place wait for each other, and half of a ReLU's output is zero.
+    A program counts BLOCK of the ``size`` values of one scale, and adds to the table of its index modulo T. ``wide`` is
+    G, ``scales`` is Q, ``number_of_tables`` is T. The zeros of a program are summed and added once, because atomic
+    additions to one address wait for each other, and half of a ReLU's output is zero.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
@@ -47,9 +51,10 @@ def count_patterns(
 
 @triton.jit
 def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum and sum of squares of each scale of ``(N, Q, G)``, in pieces of SPAN values: ``out`` is (pieces, 2, Q).
+    """Write the sum and the sum of squares of each scale of ``values`` (N, Q, G) to ``out``, (pieces, 2, Q) in float64.
 
-    ``size`` is the number of values of a scale, ``wide`` is G. In float64, in which the square of a float32 is exact.
+    A program adds up a piece of SPAN values of one scale, BLOCK at a time, in float64, in which the square of a float32
+    is exact. ``size`` is the number of values of a scale, ``wide`` is G, ``scales`` is Q.
     """
     scale = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1).to(tl.int64) * SPAN
@@ -74,7 +79,11 @@ def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN:
 
 @triton.jit
 def nearest(value, low, high, INTEGERS: tl.constexpr, smallest, rounder):
-    """The nearest number of a format, ties to even."""
+    """The number of a format nearest to ``value``, ties to even; for the two loops below.
+
+    ``low`` and ``high`` are the smallest and the largest number. For a floating format (INTEGERS False), ``smallest``
+    is its smallest normal number, and adding and subtracting ``rounder`` times the value's power of two rounds.
+    """
     above = tl.maximum(value, low)
     near = tl.minimum(above, high)
     if INTEGERS:
@@ -123,13 +132,20 @@ def measure_ranges(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Add up ``|q(x) - x| ** norm * importance`` of each candidate, over COLUMNS values of ROWS rows.
+    """Add up ``|q(x) - x| ** norm * importance`` for each candidate, over COLUMNS values of ROWS rows.
 
-    Of WHOLE rows, ``out`` is (candidates, rows): whether a candidate has less error than ``least_errors``, (rows,), of
-    those before it, which it takes the place of. Else ``out`` are the errors, (pieces of a row, candidates, rows).
+    If WHOLE, a program has all values of its rows and compares the candidates: it writes to ``out``, (candidates,
+    rows), whether a candidate's error is below that of all before it, and to ``least_errors``, (rows,), the least
+    error, which holds that of earlier candidates at first. If not WHOLE, a program has a piece of its rows and writes
+    errors to ``out``, (pieces of a row, candidates, rows).
 
-    A candidate's scale is read from ``scales``, (candidates, rows), as ``zeros`` is, or it is the magnitude of the
-    row's range times a factor, divided by ``half``, each rounded to the dtype of the ends; ``eps`` if that is zero.
+    If SCALED, a candidate's scale is read from ``scales``, (candidates, rows). If not, it is computed: the magnitude of
+    the row's range (``low_ends``, ``high_ends``, (rows,)) times one of ``factors``, divided by ``half``; each result is
+    rounded to the dtype of the ends, and a scale of zero is replaced by ``eps``. If SHIFTED, zero points are read from
+    ``zeros``, (candidates, rows). If WEIGHED, errors are multiplied by ``importance``, (``repeats``, G).
+
+    ``values`` is (A, B, N, G): ``across`` is B, ``wide`` is G, ``size`` is N * G; ``first`` is the index of the first
+    of ``rows`` rows. ``low`` to INTEGERS describe the format, see ``nearest``.
     """
     first_row = tl.program_id(0) * ROWS
     row_of_tile = tl.arange(0, ROWS)
@@ -205,7 +221,7 @@ def measure_ranges(
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """A float32 rounded to a dtype."""
+    """Round a float32 to ``dtype``, as torch rounds a range or a scale of that dtype; the result is float32."""
     stored = value.to(dtype)
     return stored.to(tl.float32)
 
@@ -229,10 +245,12 @@ def round_panel(
     ROWS: tl.constexpr,
     PANEL: tl.constexpr,
 ):
-    """Round the columns of a panel one after the other; each takes up the errors of the columns before it.
+    """Round the columns of a panel one after the other; each is corrected by the errors of the columns before it.
 
-    ``left``, ``step``, ``zeros``, ``levels`` and ``errors`` are (columns, rows): a column of the weight is contiguous;
-    ``factor`` is (columns, columns), its rows ``stride`` apart.
+    A program rounds ROWS rows. It reads the weight ``left``, the scales ``step`` and the zero points ``zeros``, and
+    writes ``levels`` and ``errors``; all are (columns, rows), so a column of the weight is contiguous. ``factor`` is
+    (columns, columns), its rows ``stride`` apart; PANEL is the smallest power of two that is at least ``columns``.
+    ``low`` to INTEGERS describe the format, see ``nearest``.
     """
     first_row = tl.program_id(0) * ROWS
     row_of_tile = tl.arange(0, ROWS)
@@ -241,7 +259,7 @@ def round_panel(
     within = row < rows
     done = tl.zeros((PANEL, ROWS), tl.float32)
     for i in range(columns):
-        # Zero below the diagonal, so only columns before this one count.
+        # The factor is upper triangular, so only columns before this one count.
         at_factor = known.to(tl.int64) * stride + i
         taken = tl.load(factor + at_factor, known < i, other=0.0)
         of_column = i * rows

@@ -1,4 +1,8 @@
-"""Compile loops with numba, and read the bit patterns that they get as values."""
+"""Compile loops with numba, and let the loops read bit patterns as floats.
+
+numba knows no bfloat16, so loops get a tensor's memory as integers and call :func:`value_of` for each element. The
+modules of loops (``kernels/loops.py`` and ``search/``) import this one, which imports numba.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +18,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
-    """A decorator that compiles a function with numba at its first call and keeps the result on disk if it can.
+    """A decorator that compiles a function with numba at its first call, and caches the result on disk if it can.
 
-    All loops of ``kernels/loops.py`` and ``search/`` carry it.
+    All loops of ``kernels/loops.py`` and ``search/`` are decorated with it.
 
     Args:
-        *fastmath: LLVM's flags for floats.
-        inline: compile the function into its callers: a call that passes tuples costs some 100 ns.
+        *fastmath: LLVM's flags for floats, such as ``"contract"``, which lets a product and a sum be fused.
+        inline: compile the function into its callers, because a call that passes tuples costs some 100 ns.
     """
 
     def compiled(function: Function) -> Function:
@@ -36,16 +40,16 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
 
 
 def value_of(bits: Any) -> Any:
-    """The float32 of a bit pattern, by its type: uint32, uint16 (bfloat16) or int16 (float16).
+    """The float32 that a bit pattern stands for: uint32 is float32, uint16 is bfloat16, int16 is float16.
 
-    Only compiled loops can call it: numba takes the function that :func:`_value_of` names.
+    Only compiled loops can call it: numba compiles in its place what :func:`_value_of` returns for the argument's type.
     """
     raise NotImplementedError
 
 
 @overload(value_of)  # type: ignore[untyped-decorator]
 def _value_of(bits: Any) -> Any:
-    """The function that numba compiles for :func:`value_of` of an argument with the type ``bits``."""
+    """The function that numba compiles for a call of :func:`value_of`; ``bits`` is the numba type of the argument."""
     if bits == types.uint32:
         return _of_float32
     if bits == types.uint16:
@@ -63,7 +67,7 @@ def _of_bfloat16(bits: Any) -> Any:
 
 
 def _of_float16(bits: Any) -> Any:
-    # Its exponents are less by 112 than those of float32. Infinity and NaN get the largest exponent of float32.
+    # float16's exponent bits are smaller than float32's by 112. Infinity and NaN get float32's largest exponent.
     pattern = np.uint16(bits)
     sign_bit = np.uint32(pattern & np.uint16(0x8000))
     sign = np.uint32(sign_bit << np.uint32(16))

@@ -1,13 +1,17 @@
-"""Extremes, counts and sums of squares in one pass, and how a compiled loop is called: memory, compilation, threads.
+"""Call the loops that numba compiles for a CPU: give them a tensor's memory, compile them, run them in threads.
 
-numba, of the extra ``fast``, is imported when the first loop is needed; without numba, callers run torch's operations
-instead, and long searches propose once to install it (:class:`SlowSteps`). A loop gets a tensor's memory as flat
-integers, with its strides, so nothing is copied or widened before. Loops release Python's lock, so
-work is split over as many Python threads as torch uses; the order of every sum is independent of their number. No
-thread outlives a call, so a process may fork at any time.
+``numerics/qparams.py``, ``histogram.py`` and ``moments.py`` call :func:`extremes`, :func:`count_values` and
+:func:`channel_squares`, where :func:`can_read` says that a loop can read the tensor, and torch's operations elsewhere.
+``search/numba_loop.py`` calls the loop of the range search with :func:`run` and :func:`in_threads`.
 
-A loop is compiled once per machine: numba keeps the result beside the source, else in its own cache folder; each
-process compiles again where neither can be written to.
+numba belongs to the extra ``fast`` and is imported when the first loop is needed. Without numba, callers run torch's
+operations, and long searches propose once to install it (:class:`SlowSteps`). A loop gets a tensor's memory as flat
+integers, with its strides, so nothing is copied or widened before. Loops release Python's lock, so work is split over
+as many Python threads as torch uses; the order of every sum is independent of their number. No thread outlives a call,
+so a process may fork at any time.
+
+A loop is compiled once per machine: numba caches the result next to the source file, or else in its own cache folder.
+Where it can write to neither, each process compiles again.
 """
 
 from __future__ import annotations
@@ -25,24 +29,31 @@ import torch
 from lightning_obs.errors import warn
 from lightning_obs.packages import install_command
 
-#: dtypes that the loops read -> the integers, in numpy's words, of their bit patterns, by which the loops know them
+#: dtype of a tensor -> numpy's code of the integers that hold its bit patterns; loops tell the dtypes apart by them
 _PATTERNS = {torch.float32: "<u4", torch.bfloat16: "<u2", torch.float16: "<i2"}
-# Larger tensors are split over threads.
+# Tensors with more elements are split over threads.
 _PART = 1 << 22
-# From this many steps on, starting threads of Python, beside torch's own, pays off.
+# From this many steps (values visited by a loop) on, starting Python threads takes less time than it saves.
 _WORTH = 1 << 26
 
+# Pairs of a loop and a dtype that this process has compiled or read from the cache.
 _ready: set[tuple[object, object]] = set()
 _compiling = threading.Lock()
 
 
 def can_read(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor: they can read its memory, and numba can be imported."""
+    """Whether the loops can run on this tensor: they can read its memory, and numba can be imported.
+
+    Called before each use of :func:`extremes`, :func:`count_values` and :func:`channel_squares`.
+    """
     return knows(value) and numba_fault() is None
 
 
 def knows(value: torch.Tensor) -> bool:
-    """Whether the loops, where numba is there to compile them, can read this tensor's memory."""
+    """Whether the loops could read this tensor's memory, by its device, layout and dtype; numba may be missing.
+
+    The range search asks it apart from :func:`numba_fault`, to count what numba would have saved.
+    """
     if value.device.type != "cpu" or value.layout != torch.strided:
         return False
     return value.dtype in _PATTERNS
@@ -50,7 +61,7 @@ def knows(value: torch.Tensor) -> bool:
 
 @functools.cache
 def numba_fault() -> str | None:
-    """Why numba cannot be imported; None: it can."""
+    """The message of the error that importing numba raises; None: numba can be imported. Tried once per process."""
     try:
         import numba  # noqa: F401
     except ImportError as error:
@@ -59,13 +70,13 @@ def numba_fault() -> str | None:
 
 
 class SlowSteps:
-    """Counts the steps that torch's operations make because numba is not installed, and proposes numba once.
+    """Counts the steps that torch's operations make because numba is missing, and warns once when they are many.
 
-    The range search on a CPU (``search/numba_loop.py``) holds one for the process, and adds to it where it cannot
-    compile its loop.
+    The range search on a CPU (``search/numba_loop.py``) holds one for the process, and adds to it for each search that
+    it cannot compile its loop for. A step is one value measured with one candidate.
 
     Args:
-        limit: the number of steps up to which nothing is said.
+        limit: the number of steps up to which there is no warning.
     """
 
     def __init__(self, limit: int) -> None:
@@ -73,7 +84,7 @@ class SlowSteps:
         self.steps = 0
 
     def add(self, steps: int) -> None:
-        """Count further steps; the first time that there are more than ``limit``, warn."""
+        """Count more steps; warn when the sum first exceeds ``limit``."""
         before = self.steps
         self.steps += steps
         if before <= self.limit < self.steps:
@@ -84,10 +95,10 @@ class SlowSteps:
 
 
 def memory(value: torch.Tensor) -> Any:
-    """The memory of a tensor from its first element to its last, as flat bit patterns for a loop.
+    """A flat numpy array of integers, without a copy, over a tensor's memory from its first element to its last.
 
-    The array keeps the tensor alive. ``Tensor.numpy()`` is not used: FSDP1 could not free the storage of a gathered
-    weight after it.
+    Loops get the array with the tensor's strides; it keeps the tensor alive. ``Tensor.numpy()`` is not used, because
+    afterwards FSDP1 could not free the storage of a gathered weight.
     """
     import numpy
 
@@ -103,31 +114,43 @@ def memory(value: torch.Tensor) -> Any:
     return numpy.asarray(SimpleNamespace(__array_interface__=interface, tensor=value.detach()))
 
 
-def run(loop: Any, *arguments: Any) -> Any:
-    """Call a loop; the first time for a dtype, a terminal shows that it is being compiled, or read from the cache."""
-    source = arguments[0]
+def run(loop: Any, source: Any, *arguments: Any) -> Any:
+    """Call ``loop(source, *arguments)`` and return its result; show a status line while it is compiled.
+
+    Called by the functions below and by ``search/numba_loop.py``, once for each part of their work, in any thread. The
+    first call for a dtype compiles the loop, or reads it from numba's cache, with a status line in the terminal; other
+    threads wait.
+
+    Args:
+        loop: a function decorated with ``jit``.
+        source: the values to read: an array from :func:`memory`, or an object that holds it as ``bits`` (``Source`` of
+            ``search/lanes.py``).
+        *arguments: the other arguments of the loop.
+    """
     memory_read = getattr(source, "bits", source)
     kind = (loop, memory_read.dtype)
     if kind in _ready:
-        return loop(*arguments)
+        return loop(source, *arguments)
     with _compiling:
         from rich.console import Console
 
         logging.getLogger(__name__).debug("compiling %s", loop)
         # In a notebook rich would ask for ipywidgets, with a warning for each loop.
         with Console(stderr=True, force_jupyter=False).status("compiling a loop for this machine (once, some seconds)"):
-            result = loop(*arguments)
+            result = loop(source, *arguments)
         _ready.add(kind)
     return result
 
 
 def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: int = _WORTH) -> None:
-    """Map ``work`` over ``arguments``, as ``map`` does, in as many threads as torch uses.
+    """Call ``work`` with the elements of ``arguments``, as ``map`` does, in as many threads as torch uses.
+
+    Called by the functions below and by ``search/numba_loop.py`` to split one computation over a CPU.
 
     Args:
-        work: calls a loop, which releases Python's lock.
-        *arguments: collections of one length, one for each argument of ``work``.
-        steps: of all the loops together; few steps run in this thread.
+        work: a function that calls a loop, which releases Python's lock.
+        *arguments: collections of equal length, one for each argument of ``work``.
+        steps: how many values all calls visit together; if they are few, all calls run in the current thread.
     """
     calls = len(arguments[0])
     threads = min(torch.get_num_threads(), calls)
@@ -143,7 +166,10 @@ def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: 
 
 
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each; NaN where a row has one."""
+    """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each; NaN where a row has one.
+
+    Called by ``qparams.extremes`` for the range of each observed tensor.
+    """
     from lightning_obs.numerics.kernels import loops
 
     axis = 0 if view.shape[0] >= view.shape[2] else 2
@@ -169,14 +195,17 @@ def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _number_of_chunks(value: torch.Tensor) -> int:
-    """Into how many parts a tensor is split for threads."""
+    """Into how many parts a tensor is split for threads: one if it is small."""
     if value.numel() <= _PART:
         return 1
     return torch.get_num_threads()
 
 
 def count_values(values: torch.Tensor) -> torch.Tensor:
-    """How often each bfloat16 pattern occurs in flat ``values``, rounded to it: ``(65536,)`` in int64."""
+    """How often each bfloat16 pattern occurs in flat ``values``, rounded to bfloat16: ``(65536,)`` in int64.
+
+    Called by ``histogram.count_values`` for each scale of an observed tensor.
+    """
     from lightning_obs.numerics.kernels import loops
 
     chunks = values.contiguous().chunk(_number_of_chunks(values))
@@ -193,7 +222,10 @@ def count_values(values: torch.Tensor) -> torch.Tensor:
 
 
 def channel_squares(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of squares per column of ``(T, C)``, ``(C,)`` in float64."""
+    """Sum of squares of each column of ``(T, C)``, ``(C,)`` in float64.
+
+    Called by ``moments.channel_squares`` for each batch of the imatrix observers.
+    """
     from lightning_obs.numerics.kernels import loops
 
     chunks = rows.chunk(_number_of_chunks(rows), 1)

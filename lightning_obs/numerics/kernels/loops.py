@@ -1,4 +1,8 @@
-"""The loops that read a tensor once: extremes, counts of bit patterns, sums of squares; ``launch.py`` calls them."""
+"""Loops that read a tensor once, compiled by numba: extremes, counts of bit patterns, sums of squares.
+
+``launch.py`` calls ``extremes``, ``count``, ``count_rounded`` and ``squares``; the other functions serve these. In all
+of them ``bits`` is a tensor's memory as integers (``launch.memory``), and an argument that receives the result is last.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,16 @@ _CODES = 4096  # values rounded at once
 
 @jit()
 def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> None:
-    """Smallest and largest value of each row of ``(A, B, N, G)``; NaN where a row has one.
+    """Write the smallest and the largest value of each row of ``(A, B, N, G)`` to ``ends``; NaN where a row has one.
 
-    Floats are compared as integers that sort as they do (:func:`key_of`): comparisons of floats would have to look for
-    NaN.
+    Floats are compared as integers that sort in the same order (:func:`key_of`), because comparisons of floats would
+    have to look for NaN.
 
     Args:
         bits: memory of the tensor, as signed integers.
-        infinity: the bit pattern of infinity.
-        strides, shape: of the tensor.
+        infinity: the bit pattern of infinity in the tensor's dtype.
+        strides: of the tensor, in elements.
+        shape: of the tensor, ``(A, B, N, G)``.
         ends: ``(2, A, B)``, bit patterns; receives the result.
     """
     mask = np.int32(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)
@@ -64,7 +69,10 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
 
 @jit()
 def key_of(bits: Any, mask: Any) -> Any:
-    """An integer that sorts as the float with these bits does; of such an integer, the bits."""
+    """Map a float's bits to an integer that sorts in the order of the floats; the function is its own inverse.
+
+    ``mask`` has all bits set but the sign bit, in the width of the float.
+    """
     pattern = np.int32(bits)
     sign = np.int32(pattern >> np.int32(31))  # all bits are set in a negative number
     return np.int32(pattern ^ np.int32(sign & mask))
@@ -72,7 +80,7 @@ def key_of(bits: Any, mask: Any) -> Any:
 
 @jit()
 def count_rounded(bits: Any, counts: Any) -> None:
-    """As :func:`count`, for float32 or float16, whose values are rounded to bfloat16 first."""
+    """Do what :func:`count` does for float32 or float16 values, which are rounded to bfloat16 first."""
     even = np.zeros(65536, np.uint32)
     odd = np.zeros(65536, np.uint32)
     codes = np.empty(_CODES, np.uint16)
@@ -86,7 +94,7 @@ def count_rounded(bits: Any, counts: Any) -> None:
 
 @jit()
 def count(bits: Any, counts: Any) -> None:
-    """Add how often each bfloat16 pattern occurs to ``(65536,)``."""
+    """Add how often each bfloat16 pattern occurs in ``bits`` to ``counts``, ``(65536,)`` in int64."""
     even = np.zeros(65536, np.uint32)
     odd = np.zeros(65536, np.uint32)
     count_codes(bits, even, odd)
@@ -95,7 +103,7 @@ def count(bits: Any, counts: Any) -> None:
 
 @jit()
 def add_tables(even: Any, odd: Any, counts: Any) -> None:
-    """Add two tables of 32 bits to ``(65536,)`` in int64."""
+    """Add two tables of 32-bit counts to ``counts``, ``(65536,)`` in int64."""
     for code in range(65536):
         counts[code] += np.int64(even[code])
         counts[code] += np.int64(odd[code])
@@ -103,7 +111,10 @@ def add_tables(even: Any, odd: Any, counts: Any) -> None:
 
 @jit()
 def count_codes(codes: Any, even: Any, odd: Any) -> None:
-    """Count codes at even and at odd places in two tables, so that equal neighbours do not wait for each other."""
+    """Count the codes at even indices in ``even`` and those at odd indices in ``odd``.
+
+    In a single table, the addition for a code would have to wait for that of an equal neighbour.
+    """
     half = codes.size // 2
     one = np.uint32(1)
     for i in range(half):
@@ -118,7 +129,7 @@ def count_codes(codes: Any, even: Any, odd: Any) -> None:
 
 @jit()
 def pattern_of(bits: Any) -> Any:
-    """The bfloat16 pattern of a value rounded to nearest, ties to even; for any NaN, the pattern that torch uses."""
+    """The pattern of a value rounded to bfloat16 (to nearest, ties to even); a NaN gets the pattern that torch uses."""
     wide = np.float32(value_of(bits)).view(np.uint32)
     upper_half = np.uint32(wide >> np.uint32(16))
     is_odd = np.uint32(upper_half & np.uint32(1))
@@ -131,7 +142,10 @@ def pattern_of(bits: Any) -> Any:
 
 @jit("contract")
 def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
-    """Add the square of each value of ``(rows, columns)`` to ``(columns,)`` in float64; ``stride`` is that of a row."""
+    """Add the squares of a matrix with ``columns`` columns to ``sums``, ``(columns,)`` in float64, column by column.
+
+    Neighbouring values of a row are adjacent in memory, and rows are ``stride`` elements apart.
+    """
     rows = (bits.size - columns) // stride + 1
     for row in range(rows):
         start = row * stride

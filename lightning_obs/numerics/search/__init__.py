@@ -1,4 +1,5 @@
-"""The range that loses least when it is quantized: the search, and how it reads values and measures errors.
+"""Search the range whose quantization error is least: the search, and how it reads values and measures errors.
 
-It may import ``numerics``. Start reading in ``ranges.py``.
+Observers call ``ranges.search_range``, or ``descent.descend`` for whole Hessians. This folder imports ``numerics``.
+Start reading in ``ranges.py``.
 """

@@ -1,12 +1,15 @@
-"""The arithmetic of one error, for the loop of a CPU: the nearest number of a format, and a power of the error.
+"""The error of one value, for the search loop of a CPU: the nearest number of a format, and a power of the error.
 
-A loop over lanes is fast where nothing in it is a call or a branch. So each kind of format and each kind of exponent is
-a type, by which numba compiles a loop of its own, and a power is a handful of multiplications: ``2 ** (norm *
-log2(d))`` with two polynomials, or fewer where the exponent is a common one. Each is within 4e-6 of the power, relative
-to it, for errors from a hundred thousandth of a row's largest value on: less than the 1e-5 by which two candidates have
-to differ for one to be better.
+``lane_errors.py`` calls :func:`error_of` and :func:`power_of` for each value and candidate; ``numba_loop.py`` passes it
+the format (:func:`numbers_of`) and the exponent (:func:`exponent_of`).
 
-The trade-off: libm's power would be exact, and most of the time of a search.
+A loop over lanes (see ``lanes.py``) is fast if nothing in it is a call or a branch. So each kind of format and each
+kind of exponent has a type of its own, for which numba compiles a separate loop. A power is a handful of
+multiplications: ``2 ** (norm * log2(d))`` with two polynomials, or fewer for a common exponent. Its relative error is
+below 4e-6 where ``d`` is at least 1e-5 of the row's largest value; two candidates count as different only if their
+errors differ by 1e-5.
+
+The trade-off: libm's power would be exact, but would take most of the time of a search.
 """
 
 from __future__ import annotations
@@ -31,10 +34,11 @@ _EXPONENT = i32(0x7F800000)
 
 
 class FloatSteps(NamedTuple):
-    """Where the numbers of a floating format are, as bits of float32.
+    """What :func:`nearest` needs to know of a floating format, as bits of float32.
 
-    Rounding adds and subtracts ``1.5 * 2 ** (23 - mantissa)`` times the power of two of the value, which is at least
-    that of the smallest normal number.
+    A value is rounded by adding and subtracting ``1.5 * 2 ** (23 - mantissa)`` times its power of two, which is at
+    least the smallest normal number. ``smallest`` holds the bits of that number. ``rounder`` is added to the bits of
+    the power of two to multiply it by this factor.
     """
 
     smallest: Any
@@ -42,7 +46,10 @@ class FloatSteps(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers of a format: the smallest, the largest, and where the others are; None: at the integers."""
+    """The numbers of a format: ``low`` and ``high`` are the smallest and the largest, in float32.
+
+    ``steps`` says where the numbers between them are; None: they are the integers.
+    """
 
     low: Any
     high: Any
@@ -50,38 +57,48 @@ class Numbers(NamedTuple):
 
 
 def numbers_of(grid: NumberGrid) -> Numbers:
-    """The numbers of a grid, as the loop reads them."""
+    """The numbers of a grid, as the loop reads them. Called by ``numba_loop.py`` for each call of the loop."""
     steps = None if grid.number is None else _steps_of(grid.number)
     return Numbers(f32(grid.low), f32(grid.high), steps)
 
 
 def _steps_of(number: NumberFormat) -> FloatSteps:
+    """The steps of a floating format; 127 is float32's exponent bias, and 23 its number of mantissa bits."""
     smallest = (number.smallest + 127) << 23
     rounder = ((23 - number.mantissa) << 23) + (1 << 22)
     return FloatSteps(i32(smallest), i32(rounder))
 
 
 def nearest(value: Any, steps: Any) -> Any:
-    """The nearest number of a format with these ``steps`` to a value within its ends, ties to even."""
+    """The number of a format with these ``steps`` nearest to a value between its ends, ties to even.
+
+    Only compiled loops can call it: numba compiles in its place what :func:`_nearest` returns.
+    """
     raise NotImplementedError
 
 
 @overload(nearest, inline="always")  # type: ignore[untyped-decorator]
 def _nearest(value: Any, steps: Any) -> Any:
+    """The function that numba compiles for a call of :func:`nearest`; the arguments are numba types."""
     return _nearest_integer if isinstance(steps, types.NoneType) else _nearest_float
 
 
 def _nearest_integer(value: Any, steps: Any) -> Any:
+    """:func:`nearest` where ``steps`` is None."""
     return (value + _ROUNDER) - _ROUNDER
 
 
 def _nearest_float(value: Any, steps: Any) -> Any:
+    """:func:`nearest` for a floating format."""
     power = i32(f32(value).view(i32) & _EXPONENT)
     shift = i32(max(power, steps.smallest) + steps.rounder).view(f32)
     return (value + shift) - shift
 
 
 # ---------------------------------------------------------------------- the power of an error
+
+
+# A class for each exponent that has a formula of its own. ``exponent`` is its value in float32.
 
 
 class Square(NamedTuple):
@@ -112,7 +129,7 @@ Exponent = Square | Cube | TwelveFifths | AnyExponent
 
 
 def exponent_of(norm: float) -> Exponent:
-    """The exponent of an error, as the loop reads it.
+    """The exponent of an error, as the loop reads it. Called by ``numba_loop.py`` for each call of the loop.
 
     >>> type(exponent_of(2.4)).__name__
     'TwelveFifths'
@@ -123,28 +140,35 @@ def exponent_of(norm: float) -> Exponent:
 
 
 def power_of(error: Any, exponent: Any) -> Any:
-    """``abs(error) ** exponent`` of a float32; not finite where the error is not."""
+    """``abs(error) ** exponent`` of a float32; not finite if the error is not finite.
+
+    Only compiled loops can call it: numba compiles in its place what :func:`_power_of` returns.
+    """
     raise NotImplementedError
 
 
 @overload(power_of, inline="always")  # type: ignore[untyped-decorator]
 def _power_of(error: Any, exponent: Any) -> Any:
+    """The function that numba compiles for a call of :func:`power_of`; the arguments are numba types."""
     formulas = {Square: _square, Cube: _cube, TwelveFifths: _twelve_fifths, AnyExponent: _any_power}
     return formulas[exponent.instance_class]
 
 
 def _square(error: Any, exponent: Any) -> Any:
+    """:func:`power_of` for :class:`Square`."""
     return error * error
 
 
 def _cube(error: Any, exponent: Any) -> Any:
+    """:func:`power_of` for :class:`Cube`."""
     return error * error * abs(error)
 
 
-# A float's bits, read as an integer, are about a logarithm: they give s ** -0.8 within 5 %. This is 0.8 * 2 ** 12.
+# A float's bits, read as an integer, are about a logarithm; from them s ** -0.8 is computed within 5 %. The slope is
+# 0.8 * 2 ** 12.
 _SLOPE = i32(3277)
 _BITS_OF_ONE = i32(1916931145)  # makes r lie in [0.793, 1.262] for s in [1e-20, 10]
-# r ** -0.2 for these r within 2.5e-6, relative: the polynomial whose largest error is least.
+# Minimax polynomial of r ** -0.2 for these r; its relative error is below 2.5e-6.
 _R0 = f32(1.4789373874664307)
 _R1 = f32(-0.9837466478347778)
 _R2 = f32(0.7976735830307007)
@@ -153,7 +177,9 @@ _R4 = f32(0.06704362481832504)
 
 
 def _twelve_fifths(error: Any, exponent: Any) -> Any:
-    # Of the square s, s ** 1.2 is s * (s * y) for y = s ** -0.8; what y lacks is r ** -0.2 of r = (s * y) ** 4 * y.
+    """:func:`power_of` for :class:`TwelveFifths`."""
+    # With s the square of the error, the result is s ** 1.2 = s * (s * y) for y = s ** -0.8. An approximate y is
+    # corrected by the factor r ** -0.2 with r = (s * y) ** 4 * y, which is 1 for the exact y.
     square = error * error
     bits = i32(f32(square).view(i32) >> i32(12))
     y = i32(_BITS_OF_ONE - i32(bits * _SLOPE)).view(f32)
@@ -169,7 +195,8 @@ def _twelve_fifths(error: Any, exponent: Any) -> Any:
 
 _ROOT_OF_HALF = i32(0x3F3504F3)
 _MANTISSA = i32(0x7FFFFF)
-# log2(1 + x) / x for x in [sqrt(1 / 2) - 1, sqrt(2) - 1], the logarithm within 3.1e-7: the largest error is least.
+# Minimax polynomial of log2(1 + x) / x for x in [sqrt(1 / 2) - 1, sqrt(2) - 1]; the error of the logarithm is below
+# 3.1e-7.
 _L0 = f32(1.442699670791626)
 _L1 = f32(-0.7213758826255798)
 _L2 = f32(0.48046502470970154)
@@ -177,7 +204,7 @@ _L3 = f32(-0.3589618504047394)
 _L4 = f32(0.297262579202652)
 _L5 = f32(-0.27269792556762695)
 _L6 = f32(0.170634463429451)
-# 2 ** f for f in [-1 / 2, 1 / 2] within 7.5e-8, relative: the largest error is least.
+# Minimax polynomial of 2 ** f for f in [-1 / 2, 1 / 2]; its relative error is below 7.5e-8.
 _E0 = f32(1.0000001192092896)
 _E1 = f32(0.6931469440460205)
 _E2 = f32(0.24022120237350464)
@@ -187,6 +214,7 @@ _E5 = f32(0.001327647129073739)
 
 
 def _any_power(error: Any, exponent: Any) -> Any:
+    """:func:`power_of` for :class:`AnyExponent`."""
     # The distance is 2 ** whole * (1 + x).
     distance = abs(error)
     bits = i32(f32(distance).view(i32) - _ROOT_OF_HALF)
@@ -202,7 +230,8 @@ def _any_power(error: Any, exponent: Any) -> Any:
     fourth = square * square
     quotient = last * fourth + first
     logarithm = quotient * x  # of 1 + x
-    # The result is 2 ** (number + fraction), where float32 has it. whole * exponent - number is one operation: exact.
+    # The result is 2 ** (number + fraction), limited to float32's range. whole * norm - number is one fused operation,
+    # so it is exact.
     norm = exponent.exponent
     product = whole * norm + logarithm * norm
     shifted = min(max(product, f32(-126)), f32(128)) + _ROUNDER
@@ -217,22 +246,23 @@ def _any_power(error: Any, exponent: Any) -> Any:
     power = upper_terms * square + low_terms
     exponent_bits = i32(f32(shifted).view(i32) << i32(23))
     scaled = i32(f32(power).view(i32) + exponent_bits).view(f32)
-    return scaled + distance * f32(0)  # bits do not show a NaN
+    return scaled + distance * f32(0)  # keeps a NaN or an infinity, which the arithmetic on bits loses
 
 
 @jit(inline=True)
 def error_of(value: Any, inverse: Any, scale: Any, low: Any, high: Any, steps: Any) -> Any:
-    """The error of the nearest number of a format times its scale, in the value's own unit.
+    """The error of quantizing a value: the value minus its nearest level times the scale, in the unit of the value.
 
-    The product with the scale and the subtraction are one operation, so the error is exact to its own last bit.
+    The product with the scale and the subtraction are one fused operation, so the error is rounded only once.
 
     Args:
-        value: in any unit.
+        value: the value, in any unit.
         inverse: one over the scale.
         scale: in the unit of the value.
-        low: the smallest number, less the zero point.
-        high: the largest number, less the zero point.
-        steps: where the numbers between are. Where there is a zero point they are the integers, so it shifts none.
+        low: the smallest number of the format, less the zero point.
+        high: the largest number of the format, less the zero point.
+        steps: where the numbers between them are. Formats with a zero point hold integers, which stay integers when
+            the zero point is subtracted.
     """
     within = min(max(value * inverse, low), high)
     level = nearest(within, steps)

@@ -1,13 +1,20 @@
-"""Ranges by a row's whole quadratic form, ``d H d^T`` with ``H = E[x x^T]``: the squared error of its output.
+"""Search the ranges of a weight for the least squared error of the module's output, with the whole Hessian.
 
-Method. Coordinate descent: the candidates of one scale are judged given the errors that the row's other scales leave,
-``d^T H_gg d + 2 d^T (D H)_g``, one column of groups after the other, in some sweeps. The first visits the candidates of
-the search. Each later one visits as many around the chosen range, in steps of the search's, then of half of them, a
-quarter...: a range that differs by a percent rounds other integers, whose errors may cancel. Every integer is the
-nearest; only ranges are chosen. Rows do not depend on each other, except rows that share a scale.
+The observer ``hessian`` calls :func:`descend`. With d the error of a weight's row and ``H = E[x x^T]`` over the inputs,
+the expected squared error of the row's output is ``d H d^T``. It depends on all scales of the row together.
 
-The choice: all candidates of a few rows are measured at once, because the product with ``H_gg`` is most of the time.
-The trade-off: the errors of these rows' candidates are in memory.
+Method. Coordinate descent: the candidates of one scale are compared while the row's other scales stay as they are. With
+d the error of the scale's group g and D the error of the rest of the row, a candidate's error is ``d H_gg d^T + 2 (D
+H)_g d^T``. Scales are chosen one column of groups after the other, in several sweeps over the row. The first sweep
+tries the candidates of the search. Each later sweep tries as many candidates around the chosen range, at first in the
+search's steps, then in halves of them, then in quarters: a range that differs by a percent rounds some values to other
+integers, whose errors may cancel. Every value is rounded to nearest; only ranges are chosen. Rows do not depend on each
+other, except rows that share a scale.
+
+The choice: all candidates of a few rows are measured at once, because the product with ``H_gg`` takes most of the time.
+The trade-off: the errors of these rows' candidates take memory.
+
+In shapes, K is the number of candidates, S the number of rows of scales, T the number of columns of groups.
 """
 
 from __future__ import annotations
@@ -22,17 +29,18 @@ from lightning_obs.numerics.qparams import exact_products, tile_size
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Range
 
-# Values of the errors of all candidates of one column of groups at once, and of the errors of all columns.
+# Most numbers in memory, on a CPU: errors of the candidates of one column of groups that are measured at once (_TILE),
+# and values of the rows that are searched together, or their candidates (_ROWS).
 _TILE = 1 << 18
 _ROWS = 1 << 22
 
 
 class _Factors(NamedTuple):
-    """The factors that sweeps try.
+    """The factors on the observed range that the sweeps try.
 
     Attributes:
-        first: those of the first sweep, ``(K, 1, 1)`` in float64.
-        around: distances of as many from the chosen factor, in the second sweep, relative to it.
+        first: the factors of the first sweep, ``(K, 1, 1)`` in float64.
+        around: for the second sweep, the distances of the factors to try from the chosen factor, relative to it.
     """
 
     first: torch.Tensor
@@ -40,7 +48,7 @@ class _Factors(NamedTuple):
 
     @classmethod
     def of(cls, search: GridSearch, device: torch.device) -> _Factors:
-        """Those of the candidates of a search."""
+        """The factors for the candidates of a search."""
         first = on_device(tuple(search.factors), device)[:, None, None]
         half = len(first) // 2
         number = torch.arange(-half, half + 1, device=device)[:, None, None]
@@ -49,25 +57,25 @@ class _Factors(NamedTuple):
         return cls(first, around)
 
     def of_sweep(self, sweep: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The factors that a sweep tries, ``(K, S, T)``, by those that the one before has chosen, ``(S, T)``."""
+        """The factors that a sweep tries, ``(K, S, T)``, around the factors ``(S, T)`` that the sweep before chose."""
         if sweep == 0:
             return self.first.expand(-1, *chosen.shape)
         return chosen * (self.around / 2 ** (sweep - 1) + 1)
 
 
 class _Scales(NamedTuple):
-    """Scale and zero point (None: symmetric) of each candidate and scale, of any shape."""
+    """Scale and zero point (None: symmetric) of candidates, in tensors of any one shape."""
 
     scale: torch.Tensor
     zero_point: torch.Tensor | None
 
     def at(self, index: Any) -> _Scales:
-        """Those of an index."""
+        """Index both tensors alike."""
         zero_point = None if self.zero_point is None else self.zero_point[index]
         return _Scales(self.scale[index], zero_point)
 
     def best(self, candidate: torch.Tensor) -> _Scales:
-        """Those of the best candidate of each scale: ``(K, S, 1, 1)`` and ``(S,)`` give ``(S, 1, 1)``."""
+        """Pick one candidate for each scale: from ``(K, S, 1, 1)`` by indices ``(S,)``, to ``(S, 1, 1)``."""
         index = candidate[None, :, None, None]
         zero_point = None if self.zero_point is None else self.zero_point.gather(0, index)[0]
         return _Scales(self.scale.gather(0, index)[0], zero_point)
@@ -77,18 +85,18 @@ class _Scales(NamedTuple):
 def descend(
     weight: torch.Tensor, hessian: torch.Tensor, search: GridSearch, block: tuple[int, int], sweeps: int = 4
 ) -> Range:
-    """The ranges of a weight's scales after some sweeps.
+    """Choose the ranges of a weight's scales by coordinate descent. The observer ``hessian`` calls it for each weight.
 
     Args:
         weight: ``(R, C)``.
         hessian: ``(C, C)`` in float32.
-        search: the number format and the candidates of the first sweep, all of which are visited.
+        search: the number format and the candidates of the first sweep; all of them are visited.
         block: height and width of the block of one scale; they divide the weight.
-        sweeps: how often each scale is chosen.
+        sweeps: the number of sweeps, in each of which every scale is chosen once.
 
     Returns:
-        Smallest and largest value, ``(R / height, C / width)`` each, in the dtype of the weight. Where no candidate has
-        a finite error, the expanded range.
+        The smallest and the largest value of each range, ``(R / height, C / width)`` each, in the dtype of the weight.
+        Where no candidate has a finite error, it is the observed range times ``search.expand``.
     """
     height, width = block
     lines = weight.unflatten(0, (-1, height))
@@ -96,7 +104,7 @@ def descend(
     low = blocks.amin((1, 3)) * search.expand
     high = blocks.amax((1, 3)) * search.expand
     tried = _Factors.of(search, weight.device)
-    # The values of a row of scales, or their candidates.
+    # Numbers in memory for one row of scales: its values, or the scales of its candidates, if these are more.
     candidate_rows = -(-len(search.factors) // width)
     size = weight.shape[1] * max(height, candidate_rows)
     step = max(1, tile_size(weight.device, _ROWS) // size)
@@ -113,15 +121,15 @@ def descend(
 def _descend_rows(
     values: torch.Tensor, ends: Range, hessian: torch.Tensor, grid: NumberGrid, tried: _Factors, sweeps: int
 ) -> torch.Tensor:
-    """The factors on the ranges of some rows of scales after some sweeps, ``(S, T)`` in float64.
+    """The chosen factors on the ranges of S rows of scales, ``(S, T)`` in float64.
 
     Args:
-        values: the rows, ``(S * height, C)`` in float32.
-        ends: their expanded ranges, ``(S, T)`` each, T columns of groups.
+        values: the rows of the weight, ``(S * height, C)`` in float32.
+        ends: lower and upper ends of the ranges before the search, ``(S, T)`` each.
         hessian: ``(C, C)``.
         grid: the number format.
-        tried: the candidates of each sweep.
-        sweeps: how often each scale is chosen.
+        tried: the factors that each sweep tries.
+        sweeps: the number of sweeps.
     """
     low, high = ends
     width = values.shape[1] // low.shape[1]
@@ -135,7 +143,7 @@ def _descend_rows(
         for k in range(low.shape[1]):
             columns = slice(k * width, (k + 1) * width)
             stop = k * width if sweep == 0 else None
-            before = slice(0, stop)  # where errors are known
+            before = slice(0, stop)  # in the first sweep, only earlier columns have errors
             error[:, columns] = 0
             others = error[:, before] @ hessian[before, columns]
             group_hessian = hessian[columns, columns]
@@ -150,17 +158,18 @@ def _descend_rows(
 def _choose(
     values: torch.Tensor, others: torch.Tensor, hessian: torch.Tensor, candidates: _Scales, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose the scales of one column of groups.
+    """Choose the scales of one column of groups, given the errors of all other columns.
 
     Args:
-        values: ``(S * height, width)``.
-        others: twice the errors of the other columns times their part of the Hessian, as ``values``.
-        hessian: that of the column, ``(width, width)``.
-        candidates: of each scale, ``(K, S)``.
+        values: the weights of the column, ``(S * height, width)``.
+        others: ``2 (D H)_g``: twice the errors of the other columns times their part of the Hessian, as ``values``.
+        hessian: ``H_gg``, the column's part of the Hessian, ``(width, width)``.
+        candidates: scales and zero points of the candidates, ``(K, S)``.
         grid: the number format.
 
     Returns:
-        The best candidate of each scale, ``(S,)``, -1 where none has a finite error, and the error that it leaves.
+        The index of the best candidate of each scale, ``(S,)``, -1 where no candidate has a finite error; and the error
+        of each weight of the column with it, as ``values``.
     """
     shape = values.shape
     lost = torch.empty_like(candidates.scale)

@@ -1,4 +1,4 @@
-"""What a range search is asked for: the number format, the candidates, and the error that is to be least."""
+"""The options of a range search: the number format, the candidates, and the error to minimize."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from lightning_obs.numerics.formats import NumberGrid
 
 
 class GridSearch(NamedTuple):
-    """The candidates of a search, and the error that is to be least.
+    """The options of a range search. Observers make one for each search (``observers/search_options.py``).
 
     Attributes:
-        grid: number format and symmetry. A tensor_group is searched without rounding its scales unless the grid has the
-            global scale, which is only known afterwards.
-        factors: candidates, in the order of the search; the first wins a tie.
-        patience: number of consecutive factors without an improvement, at least 1, that ends the search; None: it
-            visits all.
+        grid: number format and symmetry. The scales of a tensor_group are not rounded in the search unless the grid has
+            the global scale, which is usually known only after the search.
+        factors: the factors on the observed range that are tried, in the order of the search; of equal errors, the
+            first is chosen.
+        patience: the search ends after this many factors in a row without an improvement; less than 1 counts as 1.
+            None: all factors are visited.
         norm: exponent of the error.
-        expand: factor on the observed range before the search; above 1 it tries ranges wider than the values.
+        expand: factor on the observed range before the search; above 1, ranges wider than the values are tried.
     """
 
     grid: NumberGrid
@@ -29,7 +30,7 @@ class GridSearch(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """After how many factors without an improvement the search ends; None: it visits all of them."""
+        """``patience``, at least 1; None if the search visits all factors anyway, so that it need not count."""
         if self.patience is None:
             return None
         limit = max(1, self.patience)

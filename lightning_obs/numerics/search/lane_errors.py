@@ -1,11 +1,15 @@
-"""All candidates of a scale in one visit of its values: the loop that numba compiles for a CPU.
+"""Measure all candidates of some scales in one visit of their values: the search loop that numba compiles for a CPU.
 
-A block of rows is read into lanes (:mod:`.lanes`), and measured with one candidate after the other. Rows are read in
-units of a power of two near their largest magnitude, so no error overflows and none vanishes; scales are taken in the
-same unit. A block's errors are compared while they are near the core: of whole rows none is kept.
+``numba_loop.py`` calls :func:`measure_rows`, which calls the other functions. A row holds the values of one scale. A
+block of rows is read into lanes (:mod:`.lanes`), and measured with one candidate after the other.
 
-A candidate of long rows is given up where it certainly loses more than an earlier one: where the clipping of the
-largest value alone does, or the values that were measured so far. That saves a third of the time for 8 bits.
+Values are read in units: each row is multiplied by its *unit*, one over a power of two near its largest magnitude, and
+so are its scales. So errors neither overflow nor vanish. A block's errors are compared while they are in the cache, and
+not kept.
+
+If a block has few rows, each with many values, a candidate may be given up before all values are measured: when the
+error of the clipped smallest or largest value, or of the values measured so far, is certainly above the error of an
+earlier candidate. That saves a third of the time for 8 bits.
 """
 
 from __future__ import annotations
@@ -19,83 +23,84 @@ from lightning_obs.numerics.search.arithmetic import error_of, power_of
 from lightning_obs.numerics.search.lane_scales import Scales, divide, take_exponents, take_powers, take_units
 from lightning_obs.numerics.search.lanes import LANES, Source, add_up, lanes, lanes_of, load, spread
 
-# In a block of at most so many rows a candidate may be given up, each time after so many steps.
+# A candidate may be given up only in a block of at most this many rows; it is checked after each _STEPS steps.
 _MOST_ROWS = 4
 _STEPS = 8
 f32 = np.float32
 i32 = np.int32
-# An error that is larger than another by this factor is certainly larger.
+# An error that is larger than another by this factor is certainly larger, although both are rounded.
 _CERTAINLY = f32(1.01)
 _INFINITY = f32(np.inf)
 
 
 class Span(NamedTuple):
-    """Which of R rows are measured."""
+    """Which rows a call of :func:`measure_rows` measures: rows ``start`` to ``stop`` of R rows with candidates."""
 
-    first: int  # number of the first of the R rows where their values are
-    start: int  # the first of the R rows that is measured
-    stop: int  # the one after the last
-    is_whole: bool  # whether all values of a row are there, so that a candidate may be given up
+    first: int  # index of the first of the R rows in the tensor of values
+    start: int  # index, among the R rows, of the first row to measure
+    stop: int  # index, among the R rows, behind the last row to measure
+    is_whole: bool  # whether the call has all values of its rows, so that a candidate may be given up
 
 
 class Measure(NamedTuple):
-    """How errors are measured: the numbers of the format, and the exponent of an error."""
+    """How errors are measured."""
 
-    numbers: Any
-    exponent: Any
+    numbers: Any  # the numbers of the format, ``arithmetic.Numbers``
+    exponent: Any  # the exponent of an error, ``arithmetic.Exponent``
 
 
 class Outcome(NamedTuple):
-    """What candidates bring to R whole rows."""
+    """The result for R whole rows: which of C candidates improve which rows; as ``candidates.Improvements``."""
 
-    improved: Any  # whether a candidate has less error than all before it, (C, R)
-    least: Any  # the least error of each row before, and after, (R,)
+    improved: Any  # receives whether a candidate's error is below that of all candidates before it, (C, R)
+    least: Any  # the least error of earlier candidates on each row; receives the least error of all, (R,)
 
 
 class Block(NamedTuple):
-    """Memory for rows in lanes."""
+    """Memory for a block of rows in lanes."""
 
-    side: int  # rows of a full block
+    side: int  # number of rows of a full block
     values: Any  # (steps, LANES)
-    weights: Any  # the same; no steps: all weigh 1
-    units: Any  # factor on the values of each row, and on its scales
+    weights: Any  # weights of the values' errors, (steps, LANES); (0, LANES) if all weights are 1
+    units: Any  # factor on the values and scales of each row, (side,)
 
 
 class Candidate(NamedTuple):
-    """One candidate of the rows of a block, in every lane, and its errors."""
+    """Memory for one candidate of the rows of a block, a number for each lane, and for the sums of its errors."""
 
     inverse: Any  # one over the scale
     scale: Any
     low: Any  # the smallest number of the format, less the zero point
-    high: Any  # the largest number, less the zero point
-    total: Any  # sum of the errors
-    sums: Any  # of each row, while the total is not complete
-    exponents: Any  # of MX scales, in the bits of float32
+    high: Any  # the largest number of the format, less the zero point
+    total: Any  # sum of the errors of each lane
+    sums: Any  # sum of the errors of each row so far, to decide whether to give up
+    exponents: Any  # exponents of MX scales, in the bits of float32
 
 
 class Least(NamedTuple):
-    """What decides in which rows a candidate is given up; row r is in lane r."""
+    """Memory for what decides whether a candidate is given up, for each row of a block; row r is at index r."""
 
-    low: Any  # the smallest value, or 0
-    high: Any  # the largest value, or 0
-    error: Any  # the least error of all candidates before
+    low: Any  # the smallest value of the row, at most 0
+    high: Any  # the largest value of the row, at least 0
+    error: Any  # the least error of earlier candidates
 
 
 @jit()
 def measure_rows(
     values: Source, weights: Source, span: Span, scales: Scales, measure: Measure, errors: Any, outcome: Outcome
 ) -> None:
-    """Measure candidates on some rows.
+    """Measure candidates on some rows, block by block. ``numba_loop.py`` calls it in each thread.
 
     Args:
-        values: where the rows are.
-        weights: weights of the values' errors, in rows of the same numbers; without values: all weigh 1.
-        span: the R rows, and those of them that are measured.
+        values: the tensor that holds the rows.
+        weights: weights of the values' errors, with the same row indices; if it holds no values, all weights are 1.
+        span: which rows are measured.
         scales: the candidates of the R rows.
-        measure: numbers and exponent.
-        errors: memory for the errors of a block, ``(C, rows of a block)``. At the end it has those of the last block,
-            in the unit of each row: infinite where one is not finite, and where a candidate is given up.
-        outcome: receives what the candidates bring; without rows nothing is compared.
+        measure: format and exponent.
+        errors: memory for the errors of a block, ``(C, rows of a block)``. In the end it holds the errors of the last
+            block, in the unit of each row: infinite if they are not finite or the candidate was given up.
+        outcome: receives which candidates improve the rows. If it has no rows, nothing is compared; the caller reads
+            ``errors`` (pieces of a long row).
     """
     size = values.shape[2] * values.shape[3]
     share = lanes_of(size)
@@ -125,13 +130,13 @@ def measure_rows(
 
 @jit()
 def compare(errors: Any, start: int, stop: int, outcome: Outcome) -> None:
-    """Note what the candidates bring to the rows of a block.
+    """Compare the errors of the candidates on the rows of a block, and write the result to ``outcome``.
 
     Args:
-        errors: of the rows, ``(C, rows)``.
-        start: number of the first of them among the R rows of ``outcome``.
-        stop: the one after the last.
-        outcome: receives it.
+        errors: of the rows of the block, ``(C, rows)``.
+        start: index of the block's first row among the R rows of ``outcome``.
+        stop: index behind its last row.
+        outcome: receives which candidates improve these rows, and their least errors.
     """
     least = outcome.least[start:stop]
     candidates = errors.shape[0]
@@ -156,17 +161,19 @@ def measure_block(
     least: Least,
     errors: Any,
 ) -> None:
-    """Write the errors of the rows of a block. Apart from :func:`measure_rows`, which is compiled for each dtype.
+    """Measure all candidates on the rows of a block, and write the errors to ``errors``.
+
+    It is no part of :func:`measure_rows`, which is compiled for each dtype of values; this function is compiled once.
 
     Args:
         block: the rows.
-        start: number of the first of them among the R rows of ``scales``.
-        stop: the one after the last.
+        start: index of the block's first row among the R rows of ``scales``.
+        stop: index behind its last row.
         scales: the candidates of the R rows.
-        measure: numbers and exponent.
+        measure: format and exponent.
         may_give_up: whether candidates may be given up.
-        candidate: memory.
-        least: memory.
+        candidate: memory to work in.
+        least: memory to work in.
         errors: receives the errors, ``(C, rows)``.
     """
     count = stop - start
@@ -186,7 +193,7 @@ def measure_block(
         add_up(candidate.total, block.side)
         for r in range(count):
             error = candidate.total[r]
-            candidate_errors[r] = error if error < _INFINITY else _INFINITY  # a NaN
+            candidate_errors[r] = error if error < _INFINITY else _INFINITY  # infinity for a NaN
         if may_give_up:
             for r in range(count):
                 least.error[r] = min(least.error[r], candidate_errors[r])
@@ -194,8 +201,11 @@ def measure_block(
 
 @jit("contract", inline=True)
 def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, numbers: Any, block: Block) -> None:
-    """Make ``candidate`` the one of number ``k`` for the rows from ``start`` to ``stop``."""
-    # Slices of one row of a matrix: others are not known to be contiguous, and loops over them are not vectorised.
+    """Write the scales and zero points of candidate ``k`` on rows ``start`` to ``stop`` to every lane of ``candidate``.
+
+    The scales are those that torch computed (``scales.stored``), or they are computed here by ``scales.rule``.
+    """
+    # A slice of one row of a matrix is known to be contiguous, so loops over it are vectorised.
     largest = scales.largest[start:stop]
     scale = candidate.scale[: stop - start]
     if scales.stored.shape[0]:
@@ -226,7 +236,7 @@ def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, nu
 def add_candidate(
     block: Block, measure: Measure, may_give_up: bool, rows: int, candidate: Candidate, least: Least
 ) -> bool:
-    """Add up a candidate's errors in each lane; True where it is given up."""
+    """Add up a candidate's errors in each lane; return whether it was given up, with the sums incomplete."""
     steps = block.values.shape[0]
     stride = _STEPS if may_give_up else steps
     candidate.total[:] = f32(0)
@@ -243,7 +253,7 @@ def add_candidate(
 
 @jit("contract", inline=True)
 def add_errors(values: Any, weights: Any, candidate: Candidate, measure: Measure) -> None:
-    """Add the errors of some steps to the total of each lane; no weights: all weigh 1."""
+    """Add the errors of some steps ``(steps, LANES)`` to the total of each lane; empty ``weights``: all are 1."""
     count = values.shape[0]
     steps = measure.numbers.steps
     exponent = measure.exponent
@@ -254,7 +264,7 @@ def add_errors(values: Any, weights: Any, candidate: Candidate, measure: Measure
     total = candidate.total
     for step in range(count):
         value = values[step]
-        # One loop from the value to the sum: memory between two loops would cost a quarter more.
+        # One loop computes error, power and sum: a buffer between two loops would cost a quarter more time.
         if weights.shape[0]:
             weight = weights[step]
             for i in range(LANES):
@@ -272,7 +282,7 @@ def add_errors(values: Any, weights: Any, candidate: Candidate, measure: Measure
 
 @jit("contract")
 def read_ends(block: Block, least: Least) -> None:
-    """Note the smallest and the largest value of each row, and that no error is known."""
+    """Write the smallest and the largest value of each row of a block to ``least``, and infinity as the least error."""
     low = least.low
     high = least.high
     low[:] = f32(0)
@@ -296,7 +306,7 @@ def read_ends(block: Block, least: Least) -> None:
 
 @jit("contract", inline=True)
 def all_are_above(errors: Any, least: Any, rows: int) -> bool:
-    """Whether the error of every row is certainly above the least."""
+    """Whether the error of every row is certainly above the least error of earlier candidates."""
     are_above = True
     for r in range(rows):
         are_above &= errors[r] > least[r] * _CERTAINLY
@@ -305,7 +315,7 @@ def all_are_above(errors: Any, least: Any, rows: int) -> bool:
 
 @jit("contract", inline=True)
 def clips_too_much(candidate: Candidate, rows: int, measure: Measure, least: Least) -> bool:
-    """Whether the smallest or the largest value of every row alone loses more than the best candidate so far."""
+    """Whether in every row the error of the smallest or the largest value alone is certainly above the least error."""
     clips = True
     for r in range(rows):
         lowest = power_at(candidate, r, least.low[r], measure)
@@ -317,7 +327,7 @@ def clips_too_much(candidate: Candidate, rows: int, measure: Measure, least: Lea
 
 @jit("contract", inline=True)
 def power_at(candidate: Candidate, lane: int, value: Any, measure: Measure) -> Any:
-    """What a value loses by the candidate of one lane."""
+    """The error of a value with the candidate of one lane, raised to the exponent."""
     inverse = candidate.inverse[lane]
     scale = candidate.scale[lane]
     low = candidate.low[lane]

@@ -1,10 +1,13 @@
-"""Scales of candidates in the loop of a CPU, bit for bit those of compressed-tensors.
+"""Compute the scales of candidates in the search loop of a CPU, bit for bit as compressed-tensors.
 
-A candidate of 16 values has a scale of its own, so scales that torch computed and memory kept would take a third of a
-search's time. The loop computes them where it needs them, for symmetric formats whose scales are not rounded: the
-magnitude of the range times a factor, divided by a number of steps; or of an MX format, its power of two. Each
-operation is rounded to the dtype of the range, as torch rounds it, so nothing here may be contracted. Other scales are
-computed by torch before, and read.
+``numba_loop.py`` calls :func:`scales_of` before the loop; the loop (``lane_errors.py``) calls the compiled functions
+for each candidate of each block of rows.
+
+With groups of 16 values there is a scale for each candidate of each 16 values, so computing the scales by torch and
+reading them from memory would take a third of a search's time. The loop computes the scales when it needs them, in two
+cases: symmetric formats whose scales are not rounded (the magnitude of the range times a factor, divided by a number of
+steps), and MX formats (a power of two). Each operation is rounded to the dtype of the range, as torch rounds it, so a
+product and a sum must not be fused here. All other scales are computed by torch before the loop, which reads them.
 """
 
 from __future__ import annotations
@@ -22,37 +25,42 @@ from lightning_obs.numerics.kernels.jit import jit
 
 f32 = np.float32
 i32 = np.int32
-#: the exponent of an infinity, as bits of float32 hold it
+#: the exponent bits of a float32 infinity
 _INFINITE = i32(0xFF)
+#: the number of mantissa bits of float32, above which the exponent bits begin
 _MANTISSA_BITS = i32(23)
-# One over a power of two near the number whose exponent bits are e has the exponent bits 253 - e.
+# float32 stores the power of two p with the exponent bits p + 127. For a number between 2 ** p and 2 ** (p + 1) with
+# exponent bits e, the reciprocal of 2 ** (p + 1) therefore has the exponent bits 253 - e.
 _INVERSE = i32(253)
-# Ranges in these dtypes have scales that the loop computes; float16 has other powers of two.
+# The loop computes the scales of ranges in these dtypes. Not of float16, whose exponent bits differ from float32's.
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ScaleRule(NamedTuple):
-    """How the magnitude of a range, times a factor, becomes a scale."""
+    """How the loop computes a scale from the magnitude of a range times a factor."""
 
-    divisor: Any  # the number of steps by which a magnitude is divided
-    is_bfloat16: bool  # whether results are rounded to bfloat16, the dtype of the range; else they are float32
-    mx_round: Any  # added to the bits of a magnitude before its mantissa is cut; 0: scales are no powers of two
-    mx_offset: Any  # exponent of the format's largest number
+    divisor: Any  # the number of steps by which the magnitude is divided
+    is_bfloat16: bool  # whether each result is rounded to bfloat16, the dtype of the range; else it is float32
+    mx_round: Any  # for MX: added to the bits of a magnitude to round it, before its mantissa is cut off; else 0
+    mx_offset: Any  # for MX: exponent of the format's largest number
     of_zero: Any  # the scale in place of 0
 
 
 class Scales(NamedTuple):
-    """The candidates of R rows."""
+    """The candidates of R rows, as the loop reads them."""
 
     largest: Any  # magnitude of each row's range, (R,)
-    factors: Any  # of the candidates, (C,)
-    rule: ScaleRule
-    stored: Any  # scales of each candidate, (C, R); no rows: the rule computes them
-    zeros: Any  # zero points, (C, R); no rows: all are 0
+    factors: Any  # factors of the candidates, (C,)
+    rule: ScaleRule  # how scales are computed, if `stored` is empty
+    stored: Any  # scales that torch computed, (C, R); (0, 0) if the loop computes them
+    zeros: Any  # zero points, (C, R); (0, 0) if all are 0
 
 
 def scales_of(candidates: Candidates, grid: NumberGrid) -> Scales:
-    """Candidates as the loop reads them."""
+    """Convert candidates to numpy arrays for the loop; torch computes the scales that the loop cannot compute.
+
+    Called by ``numba_loop.py`` before each call of the loop.
+    """
     dtype = candidates.low.dtype
     largest = torch.maximum(-candidates.low, candidates.high).clamp(min=0).float().numpy()
     factors = candidates.factors.float().numpy()
@@ -68,7 +76,7 @@ def scales_of(candidates: Candidates, grid: NumberGrid) -> Scales:
 
 
 def _rule_of(grid: NumberGrid, dtype: torch.dtype, half: float | None) -> ScaleRule:
-    """The rule of a symmetric format for ranges in a dtype; ``half`` is None for an MX format."""
+    """The rule of a symmetric format for ranges in a dtype; ``half`` is from ``half_of_range``, None for MX."""
     zero = torch.zeros(1, dtype=dtype)
     scale_of_zero, _ = grid.qparams(zero, zero)
     of_zero = f32(scale_of_zero.item())
@@ -82,7 +90,7 @@ def _rule_of(grid: NumberGrid, dtype: torch.dtype, half: float | None) -> ScaleR
 
 @jit(inline=True)
 def rounded(value: Any, is_bfloat16: bool) -> Any:
-    """A value in the dtype of its range, ties to even."""
+    """Round a float32 to bfloat16, ties to even, if ``is_bfloat16``; the result is float32 in either case."""
     bits = f32(value).view(i32)
     is_odd = i32(i32(bits >> i32(16)) & i32(1))
     near = i32(i32(bits + i32(0x7FFF)) + is_odd)
@@ -92,7 +100,10 @@ def rounded(value: Any, is_bfloat16: bool) -> Any:
 
 @jit()
 def divide(largest: Any, factor: Any, rule: ScaleRule, scales: Any) -> None:
-    """The scales of one candidate: magnitudes ``(r,)`` times its factor, divided."""
+    """Write the scales ``(r,)`` of one candidate: the magnitudes ``largest`` times its factor, over the divisor.
+
+    The loop calls it for formats that are not MX.
+    """
     for r in range(scales.size):
         magnitude = rounded(f32(largest[r] * factor), rule.is_bfloat16)
         scale = rounded(f32(magnitude / rule.divisor), rule.is_bfloat16)
@@ -101,7 +112,10 @@ def divide(largest: Any, factor: Any, rule: ScaleRule, scales: Any) -> None:
 
 @jit()
 def take_exponents(largest: Any, factor: Any, rule: ScaleRule, exponents: Any) -> None:
-    """The exponent bits of magnitudes ``(r,)`` times a candidate's factor, rounded to few bits: of an MX format."""
+    """Write the exponent bits ``(r,)`` of magnitudes times a candidate's factor, rounded to few bits, for MX.
+
+    The loop calls it before :func:`take_powers`.
+    """
     for r in range(exponents.size):
         magnitude = rounded(f32(largest[r] * factor), rule.is_bfloat16)
         bits = i32(f32(magnitude).view(i32) + rule.mx_round)
@@ -110,7 +124,7 @@ def take_exponents(largest: Any, factor: Any, rule: ScaleRule, exponents: Any) -
 
 @jit()
 def take_powers(exponents: Any, rule: ScaleRule, scales: Any) -> None:
-    """The scales of an MX format that belong to exponent bits ``(r,)``."""
+    """Write the MX scales ``(r,)`` for the exponent bits of :func:`take_exponents`: powers of two."""
     for r in range(scales.size):
         exponent = i32(max(i32(exponents[r] - rule.mx_offset), i32(0)))
         power = i32(exponent << _MANTISSA_BITS).view(f32)
@@ -120,7 +134,12 @@ def take_powers(exponents: Any, rule: ScaleRule, scales: Any) -> None:
 
 @jit()
 def take_units(largest: Any, units: Any) -> None:
-    """One over a power of two near each magnitude ``(r,)``: where float32 has both, else the nearest power."""
+    """Write to ``units`` the reciprocal of a power of two near each magnitude ``(r,)``.
+
+    ``measure_rows`` multiplies the values and the scales of each row by it when it reads a block, so that errors
+    neither overflow nor vanish. The power of two is the next above the magnitude; the unit is limited to normal numbers
+    of float32, from the smallest one to ``2 ** 126``.
+    """
     for r in range(units.size):
         exponent = i32(f32(largest[r]).view(i32) >> _MANTISSA_BITS)
         inverse = i32(min(max(i32(_INVERSE - exponent), i32(1)), _INVERSE))

@@ -1,9 +1,12 @@
-"""Rows in lanes: how the loop of a CPU lays out values, so that one loop serves rows of every length.
+"""Lay out rows in lanes, so that one vectorised loop on a CPU serves rows of every length.
 
-A block holds some rows (a row is what one scale covers) as float32, cut into steps of ``LANES`` numbers. A row owns a
-power of two of the lanes, as many as make about 16 steps of it: short rows lie side by side, a long one fills all
-lanes. Row r of a block that holds ``side`` rows is in the lanes r, r + side, r + 2 * side and so on. So sums need no
-freedom to be reordered, and a row's sums do not depend on other rows.
+The search loop (``lane_errors.py``) copies rows into a block with :func:`load`, measures them lane by lane, and adds up
+the lanes of each row. A row holds the values of one scale.
+
+A block is a matrix ``(steps, LANES)`` in float32 that holds some rows; a *lane* is a column, and the loop processes all
+lanes of a step together. A row is spread over a power of two of lanes, such that it has about 16 steps: short rows
+share the lanes, a long row fills all of them. In a block of ``side`` rows, row r is in the lanes r, r + side, r + 2 *
+side and so on. The compiler can vectorise this without reordering a sum, and a row's sums do not depend on other rows.
 
 The alternative, a plain loop over the values of each row, takes 1.7 times as long, and 8 times for rows of 64 values.
 """
@@ -16,26 +19,27 @@ import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit, value_of
 
+#: number of lanes of a block
 LANES = 256
-#: steps of a row in a block, about
+#: about the number of steps of a row in a block, unless the row fills all lanes
 _STEPS = 16
 f32 = np.float32
 
 
 class Source(NamedTuple):
-    """Where the values of rows are: the memory of a tensor ``(A, B, N, G)``, whose first two dimensions number them.
+    """A tensor ``(A, B, N, G)`` that holds rows, as the loop reads it. Its first two dimensions number the rows.
 
-    Without values its ``bits`` are empty.
+    ``numba_loop.py`` makes one for the values and one for the weights of their errors.
     """
 
-    bits: Any
-    shape: Any
-    strides: Any
+    bits: Any  # the tensor's memory as integers (``launch.memory``); empty for weights that are all 1
+    shape: Any  # (A, B, N, G)
+    strides: Any  # of the four dimensions, in elements
 
 
 @jit()
 def lanes_of(size: int) -> int:
-    """Lanes that a row of this many values is spread over: a power of two, for about 16 steps."""
+    """The number of lanes over which a row of ``size`` values is spread: a power of two, for about 16 steps."""
     share = 1
     while share < LANES and share * _STEPS < size:
         share *= 2
@@ -44,19 +48,24 @@ def lanes_of(size: int) -> int:
 
 @jit()
 def lanes() -> Any:
-    """A number for each lane. An array for each quantity: loops over the rows of one array are not vectorised."""
+    """A new array with a number for each lane, zeros at first.
+
+    Each quantity of a candidate has its own array, because loops over the rows of one matrix are not vectorised.
+    """
     return np.zeros(LANES, f32)
 
 
 @jit()
 def load(source: Source, first: int, units: Any, block: Any) -> None:
-    """Copy rows into a block ``(steps, LANES)``, each times its unit: value e of its row r is number ``e * side + r``.
+    """Copy rows into a block, each multiplied by its unit. ``measure_rows`` calls it for each block.
+
+    Value e of the block's row r becomes number ``e * side + r`` of the block.
 
     Args:
-        source: the rows.
-        first: number of the first row.
-        units: factor on each row, ``(rows,)``.
-        block: receives the values; what the rows do not fill becomes zero.
+        source: the tensor that holds the rows.
+        first: index of the first row to copy.
+        units: factor on each row, ``(rows,)``; its length is the number of rows to copy.
+        block: ``(steps, LANES)``; receives the values, and zeros in the rest of its memory.
     """
     pieces = source.shape[2]
     size = source.shape[3]
@@ -81,10 +90,10 @@ def load(source: Source, first: int, units: Any, block: Any) -> None:
 
 @jit(inline=True)
 def load_piece(source: Source, start: int, unit: Any, side: int, numbers: Any) -> None:
-    """Copy the values from one place of the memory on into every ``side``-th of some numbers, times a unit."""
+    """Copy the G values that begin at ``start`` in the source's memory, times ``unit``, to ``numbers[::side]``."""
     size = source.shape[3]
     stride = source.strides[3]
-    # A slice is indexed from 0; other loops are not vectorised.
+    # A slice, so that the loops index it from 0: otherwise they are not vectorised.
     values = source.bits[start : start + (size - 1) * stride + 1]
     if stride != 1:
         for g in range(size):
@@ -99,7 +108,7 @@ def load_piece(source: Source, start: int, unit: Any, side: int, numbers: Any) -
 
 @jit()
 def spread(values: Any, side: int) -> None:
-    """Give every lane the number of its row: lane i belongs to row ``i % side``, a power of two."""
+    """Copy the numbers of the ``side`` rows, in the first lanes, to all lanes: lane i belongs to row ``i % side``."""
     if side == 1:
         values[:] = values[0]
         return
@@ -112,7 +121,7 @@ def spread(values: Any, side: int) -> None:
 
 @jit()
 def add_up(values: Any, side: int) -> None:
-    """Leave the sum of each row's lanes in the first of them."""
+    """Add up the lanes of each row, in place: the sum of row r is left in lane r."""
     width = LANES // 2
     while width >= side:
         for i in range(width):

@@ -1,10 +1,12 @@
-"""The loop of a CPU, which numba compiles: how it is called, and how its work is split over threads.
+"""Call the search loop that numba compiles for a CPU, and split its work over threads.
 
-Rows are measured whole, some in each thread. The errors of a long row are those of its pieces, added up in float64. The
-number of threads changes no sum.
+``loops.py`` chooses :func:`measure` where :func:`can_run` is True. Each thread measures some whole rows (a row holds
+the values of one scale). A long row is cut into pieces, whose errors are added up in float64. The number of threads
+does not change a sum.
 
-Errors are in units of each row's range, so they are finite where an error in the unit of the values would leave
-float32: there this loop finds the least one, and the others keep the observed range.
+Errors are measured in a unit near the magnitude of each row, so they stay finite where an error in the unit of the
+values would exceed float32. For such rows this loop finds the best candidate, while the other loops keep the observed
+range.
 """
 
 from __future__ import annotations
@@ -23,15 +25,20 @@ from lightning_obs.numerics.search.rows import Rows
 
 # Values of a piece of a long row.
 _PIECE = 1 << 16
-# Values that a thread measures at once.
+# Values that one call of the loop in a thread measures.
 _SHARE = 1 << 20
 
-#: the steps of searches that the loops would have made; torch makes the limit in about ten seconds
+#: counts the values that torch's operations measured although the compiled loop could have; torch's operations take
+#: about ten seconds for the limit
 slow_steps = launch.SlowSteps(limit=1 << 30)
 
 
 def can_run(rows: Rows, search: GridSearch) -> bool:
-    """Whether the loop knows these values and this format, and numba is there to compile it."""
+    """Whether the loop can measure these values with this format, and numba is installed to compile it.
+
+    Called by ``loops.loop_for`` for each search. If only numba is missing, the search's steps are counted in
+    ``slow_steps``, which warns once they are many.
+    """
     if rows.hessian is not None or not launch.knows(rows.view) or not _knows(search.grid):
         return False
     if launch.numba_fault() is not None:
@@ -41,7 +48,7 @@ def can_run(rows: Rows, search: GridSearch) -> bool:
 
 
 def _knows(grid: NumberGrid) -> bool:
-    """Whether a format is symmetric, or its zero points are integers among integers."""
+    """Whether the loop can use a format: symmetric, or integers with integer zero points."""
     has_integer_zeros = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
     return bool(grid.args.symmetric) or has_integer_zeros
 
@@ -49,7 +56,7 @@ def _knows(grid: NumberGrid) -> bool:
 def measure(
     rows: Rows, part: slice, candidates: Candidates, search: GridSearch, least: torch.Tensor | None = None
 ) -> Improvements:
-    """Which candidates improve consecutive rows; see :data:`.loops.Loop`."""
+    """Which candidates improve consecutive rows: the loop of a CPU, with the arguments of :data:`.loops.Loop`."""
     loop = _Loop(rows, search)
     scales = loop.lane_scales.scales_of(candidates, search.grid)
     if rows.are_long:
@@ -59,15 +66,15 @@ def measure(
 
 
 class _Loop:
-    """The compiled loop, with what it is told of all rows.
+    """The compiled loop, with the arguments that are the same for all rows. Made for each call of :func:`measure`.
 
     Args:
         rows: the rows.
-        search: the format and the exponent.
+        search: format and exponent.
     """
 
     def __init__(self, rows: Rows, search: GridSearch) -> None:
-        # These import numba.
+        # Imported here, because these modules import numba.
         from lightning_obs.numerics.search import arithmetic, lane_errors, lane_scales, lanes
 
         self.lane_scales: Any = lane_scales
@@ -83,7 +90,7 @@ class _Loop:
         self.measure = lane_errors.Measure(numbers, exponent)
 
     def improvements_of_rows(self, part: slice, scales: Any, least: torch.Tensor | None) -> Improvements:
-        """What candidates bring to rows that are not long."""
+        """Which candidates improve which rows, for rows that are not long; ``scales`` is ``lane_scales.Scales``."""
         candidates = len(scales.factors)
         count = part.stop - part.start
         improved = torch.empty(candidates, count, dtype=torch.bool)
@@ -105,7 +112,7 @@ class _Loop:
         return Improvements(improved, least)
 
     def errors_of_long_rows(self, part: slice, scales: Any) -> torch.Tensor:
-        """Errors of candidates ``(C, r)`` on long rows, in float64."""
+        """The errors of candidates on long rows, ``(C, r)`` in float64, one row after the other."""
         count = part.stop - part.start
         errors = torch.empty(len(scales.factors), count, dtype=torch.float64)
         for r in range(count):
@@ -117,11 +124,11 @@ class _Loop:
         return errors
 
     def _errors_of_long_row(self, number: int, scales: Any) -> torch.Tensor:
-        """Errors of candidates ``(C,)`` on the row of this number."""
+        """The errors ``(C,)`` of candidates on the row with this index: the sums over its pieces."""
         values = _row_of(self.view, number)
         weights = None if self.weights is None else _row_of(self.weights, number)
         height, width = values.shape[2:]
-        # Some lines of the row, or a part of one that is long by itself.
+        # A piece is some lines of the row's (N, G) values, or a part of a single long line.
         lines = max(1, _PIECE // width)
         first_lines = range(0, height, lines)
         first_columns = range(0, width, _PIECE)
@@ -150,7 +157,7 @@ class _Loop:
         return torch.from_numpy(total[:, 0])
 
     def _source(self, view: torch.Tensor | None) -> Any:
-        """A view ``(A, B, N, G)`` as the loop reads it; None: no values."""
+        """A view ``(A, B, N, G)`` as the loop reads it, ``lanes.Source``; for None, one that holds no values."""
         if view is None:
             nothing = np.empty(0, np.uint32)
             zeros = (0, 0, 0, 0)
@@ -160,13 +167,13 @@ class _Loop:
 
 
 def _row_of(view: torch.Tensor, number: int) -> torch.Tensor:
-    """The row of this number of a view ``(A, B, N, G)``, as a view ``(1, 1, N, G)``."""
+    """The row with this index of a view ``(A, B, N, G)``, as a view ``(1, 1, N, G)``."""
     a, b = divmod(number, view.shape[1])
     return view[a : a + 1, b : b + 1]
 
 
 def _weights_of(rows: Rows) -> torch.Tensor | None:
-    """The weight of each value, a view ``(A, B, N, G)`` in which rows have the numbers that they have in theirs."""
+    """The weights of the values' errors, as a view ``(A, B, N, G)`` with the row indices of the values; None: all 1."""
     if rows.importance is None:
         return None
     times = -(-rows.count // len(rows.importance))

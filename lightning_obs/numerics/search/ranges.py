@@ -1,18 +1,20 @@
-"""Find the range that loses least when it is quantized.
+"""Search the range of each scale for the least quantization error.
 
-The method: shrink the observed range by one factor after another, quantize and dequantize with each, and keep the
-factor of least error ``sum(|q(x) - x| ** norm)`` per scale. The first of equal errors is kept, and the search ends when
-``patience`` factors in a row improved no scale at all: a whole tensor visits the same factors. Factors, ties and early
-stop are llm-compressor's, so in float32 the range found is the range found there, but for ties: two candidates whose
-errors differ by less than 1e-5 are equally good.
+The observers that search ranges call :func:`search_range` when they measure a tensor or compute qparams.
+
+The method: shrink the observed range by one factor after another, quantize and dequantize with each, and keep for each
+scale the factor with the least error ``sum(|q(x) - x| ** norm)``. The first of equal errors is kept. The search ends
+when ``patience`` factors in a row improved no scale of the tensor, so all scales of a tensor visit the same factors.
+Factors, ties and early stop are llm-compressor's, so in float32 the result is llm-compressor's range, except for near
+ties: two candidates whose errors differ by less than a relative 1e-5 are equally good.
 
 The choice: all factors are measured in one visit of a row (the values of one scale), by one of three loops
-(:mod:`.loops`); which factors improved a row then tells where the search ends, and which factor each row has. The
-trade-off: factors after the end are measured in vain. Only a CPU, which need not wait for the answer, visits very long
-rows a few factors at a time: there are few of them, so the search often ends early.
+(:mod:`.loops`). From which factors improved which rows then follow the end of the search and the factor of each row.
+The trade-off: factors behind the end are measured in vain. Only on a CPU, where reading a result makes nobody wait,
+very long rows are visited a few factors at a time: a tensor has few of them, so the search often ends early.
 
-Many bfloat16 values of one scale are counted instead, and each distinct one is measured once (:mod:`..histogram`);
-nothing is lost by that.
+Where a scale has many bfloat16 values, they are counted, and each distinct value is measured once
+(:mod:`..histogram`), which gives the same error.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.loops import Loop, loop_for
 from lightning_obs.numerics.search.rows import Range, Rows, rows_of_counts, rows_of_observed
 
-# Pairs of a candidate and a row that are measured at once, a byte each: on a CPU enough for a thread on each core, else
-# as many as few launches make.
+# Pairs of a candidate and a row that are measured at once; each takes a byte in the result. On a CPU they give every
+# core work, on an accelerator they take few launches.
 _PAIRS_ON_CPU = 1 << 22
 _PAIRS = 1 << 25
 
@@ -47,21 +49,26 @@ def search_range(
     importance: torch.Tensor | None = None,
     hessian: torch.Tensor | None = None,
 ) -> Range:
-    """The range of least quantization error per scale.
+    """The range with the least quantization error for each scale.
+
+    Called by the observers that search ranges: for each tensor that they measure, or, if they weigh errors by inputs
+    or counted values, when qparams are computed.
 
     Args:
         observed: ``(N, *Q, G)``, not empty: N observations, Q the shape of the scales, G values per scale. Or a weight
-            ``(R, C)`` that the blocks of ``search.grid.args`` divide: Q is ``(R / height, C / width)``, and it is not
-            copied.
+            ``(R, C)`` that the blocks of ``search.grid.args`` divide: Q is then ``(R / height, C / width)``, and the
+            weight is not copied.
         search: candidates and error.
-        importance: weight of each value's error, not negative, ``(I, G)`` in float32: scale q of all, in their order,
-            has the weights of q modulo I. Not for a weight.
-        hessian: quadratic forms of the columns, which measure the error instead of norm and importance: ``(I, T, t,
-            t)``, T * t = G, in the order of the scales; I divides their number.
+        importance: weight of each value's error, not negative, ``(I, G)`` in float32: the scale with the flat index q
+            has the weights ``q % I``. Not allowed for a weight ``(R, C)``. None: all weights are 1.
+        hessian: matrices H for which ``d^T H d`` is the error, with d the differences of the columns, in place of norm
+            and importance: ``(I, T, t, t)`` with T * t = G. The scale with the flat index q has the matrices ``q % I``;
+            I divides the number of scales.
 
     Returns:
-        Smallest and largest value of each range, ``(*Q,)`` both, in the dtype of ``observed``. Where no candidate has a
-        finite error (a NaN among the values, an error beyond float32), it is the expanded range.
+        The smallest and the largest value of each range, ``(*Q,)`` each, in the dtype of ``observed``. Where no
+        candidate has a finite error (a NaN among the values, an error beyond float32), it is the observed range times
+        ``search.expand``.
     """
     observed = observed if observed.is_floating_point() else observed.float()
     if observed.ndim == 2:
@@ -75,7 +82,7 @@ def search_range(
 
 
 def _rows_of(observed: torch.Tensor, importance: torch.Tensor | None, hessian: torch.Tensor | None) -> Rows:
-    """``(N, *Q, G)`` as rows: the values, or how often each occurs."""
+    """``(N, *Q, G)`` as rows: of all values, or of the distinct values weighed by their counts, if that is faster."""
     if importance is None and hessian is None:
         counted = rows_of_counts(observed)
         if counted is not None:
@@ -84,7 +91,7 @@ def _rows_of(observed: torch.Tensor, importance: torch.Tensor | None, hessian: t
 
 
 def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> Range:
-    """The range of least error of each row, ``(R,)`` both ends, by the fastest loop unless another is given."""
+    """The range with the least error for each row, both ends ``(R,)``; ``loop`` replaces the fastest one, for tests."""
     low, high = rows.observed_range()
     ends = torch.stack([low, high]) * search.expand
     if not search.factors:
@@ -92,20 +99,20 @@ def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> R
     if loop is None:
         loop = loop_for(rows, search)
     visit = _Visit(rows, ends, search, loop)
-    # A row that no candidate improved has the number 0, and keeps the expanded range: its factor is 1.
+    # A row that no candidate improved has the number 0 and the factor 1: it keeps the observed range times `expand`.
     factors = on_device((1.0, *search.factors), rows.device)
     low, high = shrink(ends, factors[visit.best()])
     return low, high
 
 
 class _Visit:
-    """The visit of all candidates of a search to some rows.
+    """One search: measures the candidates on all rows, part by part. Made by :func:`range_of_rows`.
 
     Args:
         rows: the rows.
-        ends: their expanded ranges, ``(2, R)``.
+        ends: the ranges that the factors multiply: the observed ranges times ``search.expand``, ``(2, R)``.
         search: candidates and error.
-        loop: that measures the candidates.
+        loop: the loop that measures the candidates.
     """
 
     def __init__(self, rows: Rows, ends: torch.Tensor, search: GridSearch, loop: Loop) -> None:
@@ -116,7 +123,7 @@ class _Visit:
         self.factors = on_device(tuple(search.factors), rows.device)
 
     def best(self) -> torch.Tensor:
-        """The best candidate of each row as :func:`last_improvement` numbers them, ``(R,)``."""
+        """The best candidate of each row, ``(R,)``, counted from 1; 0: no candidate has a finite error."""
         limit = self.search.limit
         if limit is None:
             return torch.cat([last_improvement(improved) for improved in self._improved_parts()])
@@ -124,13 +131,13 @@ class _Visit:
             improved = self._improved_until_the_end(limit)
         else:
             improved = torch.cat(list(self._improved_parts()), 1)
-        # As bytes: torch reads flags one by one.
+        # As bytes, because torch reduces bools one by one.
         improves_any = improved.view(torch.uint8).amax(1)
         is_visited = visited(improves_any, limit)
         return last_improvement(improved, is_visited)
 
     def _improved_parts(self) -> Iterator[torch.Tensor]:
-        """Which candidates improve the rows of each part, ``(C, r)``."""
+        """Measure all candidates on one part of r rows after the other; yields which improve these rows, ``(C, r)``."""
         at_once = _PAIRS_ON_CPU if self.rows.device.type == "cpu" else _PAIRS
         candidates = len(self.factors)
         length = at_once // candidates
@@ -138,7 +145,11 @@ class _Visit:
             yield self._measure(part, self.factors, None).improved
 
     def _improved_until_the_end(self, limit: int) -> torch.Tensor:
-        """Which candidates improve all rows, ``(C, R)``, up to the one that ends the search."""
+        """Measure a few candidates at a time, for long rows on a CPU, until the search ends.
+
+        ``limit`` is the number of candidates in a row without an improvement that ends the search. Returns which
+        candidates, up to the last one measured, improve which rows.
+        """
         everything = slice(0, self.rows.count)
         improved = torch.empty(0, self.rows.count, dtype=torch.bool)
         least = None
@@ -152,6 +163,6 @@ class _Visit:
         return improved
 
     def _measure(self, part: slice, factors: torch.Tensor, least: torch.Tensor | None) -> Improvements:
-        """What candidates bring to consecutive rows, given the least errors of earlier candidates."""
+        """Call the loop: which candidates improve consecutive rows, given the least errors of earlier candidates."""
         candidates = Candidates(self.ends[0, part], self.ends[1, part], factors)
         return self.loop(self.rows, part, candidates, self.search, least)

@@ -1,7 +1,8 @@
 """Read the values of each scale, a few scales at a time, from a tensor of any layout.
 
-A row holds the values of one scale, ``(N, G)``. Nothing is copied but the rows that are read: a block of a weight is
-no contiguous piece of it, and copying all of them at once would take as much memory as the weight.
+``ranges.py`` makes :class:`Rows` for each search, and the loops read them. A row holds the values of one scale,
+``(N, G)``. Only the rows that are read at a time are copied: a block of a weight is no contiguous piece of it, and
+copying all blocks at once would take as much memory as the weight.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from lightning_obs.numerics.qparams import extremes
 
 Range = tuple[torch.Tensor, torch.Tensor]
 
-#: values of the longest row that a CPU reads whole, and measures with all candidates in one visit
+#: a CPU reads rows of up to this many values whole, and measures them with all candidates in one visit
 LONG = 1 << 16
-# With at least this many values per scale, counting them is faster than searching them.
+# With at least this many values per scale, counting them and measuring the distinct ones is faster.
 _COUNTED_FROM = 1 << 17
 
 
 class Rows:
-    """Rows of a view ``(A, B, N, G)``, whose first two dimensions number them.
+    """The rows of a view ``(A, B, N, G)``, whose first two dimensions number them: row r is ``view[r // B, r % B]``.
 
     Args:
         view: the values.
-        importance: weight of each value's error, ``(I, G)``: row r has the weights of r modulo I. None: all 1.
-        dtype: of the ranges; None: that of the values.
-        hessian: instead of norm and importance, quadratic forms of T parts of G, ``(I, T, G / T, G / T)``: row r has
-            those of r modulo I.
+        importance: weight of each value's error, ``(I, G)``: row r has the weights ``r % I``. None: all weights are 1.
+        dtype: dtype of the ranges; None: that of the values.
+        hessian: matrices that measure errors in place of norm and importance, one for each of T parts of the G columns,
+            ``(I, T, G / T, G / T)``: row r has the matrices ``r % I``. None: norm and importance measure errors.
     """
 
     def __init__(
@@ -52,23 +53,30 @@ class Rows:
 
     @property
     def are_long(self) -> bool:
-        """Whether a CPU reads each row in pieces, and measures it with few candidates at a time."""
+        """Whether the rows are on a CPU and so long that they are read in pieces, with few candidates at a time."""
         return self.device.type == "cpu" and self.size > LONG
 
     def observed_range(self) -> Range:
-        """Smallest and largest value of every row, ``(R,)`` each."""
+        """Smallest and largest value of every row, ``(R,)`` each: the range that a search shrinks."""
         low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 
     def parts(self, part: slice, length: int) -> Iterator[slice]:
-        """Consecutive rows in parts of at most ``length``, or of some times the Hessians."""
+        """Cut consecutive rows into parts of at most ``length`` rows; searches and loops visit one part at a time.
+
+        The length of a part is a multiple of the number of Hessians, which may exceed ``length``.
+        """
         repeats = 1 if self.hessian is None else len(self.hessian)
         step = max(1, length // repeats) * repeats
         for start in range(part.start, part.stop, step):
             yield slice(start, min(start + step, part.stop))
 
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Values ``(rows, values)`` in float32 with their importance, in pieces of at most ``tile`` values of a row."""
+        """Yield the values of consecutive rows, ``(rows, values)`` in float32, and their importance.
+
+        Rows of more than ``tile`` values come in pieces of at most so many. The importance is ``(rows, values)`` or
+        ``(1, values)``; None: all weights are 1. The loop of torch's operations reads rows by it.
+        """
         height, width = self.view.shape[2:]
         if self.size > tile:
             height = max(1, tile // width)
@@ -83,7 +91,7 @@ class Rows:
                 yield values.flatten(1).float(), importance
 
     def _values(self, part: slice, n: slice, g: slice) -> torch.Tensor:
-        """The values of consecutive rows, ``(r, n, g)``."""
+        """The values of consecutive rows in the lines ``n`` and columns ``g``, ``(r, n, g)``."""
         columns = self.view.shape[1]
         first_line = part.start // columns
         last_row = part.stop - 1
@@ -96,7 +104,7 @@ class Rows:
         return lines[0] if len(lines) == 1 else torch.cat(lines)
 
     def _importance(self, part: slice, g: slice) -> torch.Tensor | None:
-        """The weights of consecutive rows, ``(r, g)``, or ``(1, g)`` where all rows have the same."""
+        """The weights of consecutive rows in the columns ``g``, ``(r, g)``, or ``(1, g)`` if all rows share them."""
         if self.importance is None:
             return None
         weights = self.importance[:, g]
@@ -109,18 +117,22 @@ class Rows:
 def rows_of_observed(
     observed: torch.Tensor, importance: torch.Tensor | None = None, hessian: torch.Tensor | None = None
 ) -> Rows:
-    """``(N, *Q, G)`` as :class:`Rows`, one per scale; a view unless Q cannot be flattened."""
+    """``(N, *Q, G)`` as :class:`Rows`, one for each scale; a view unless Q cannot be flattened.
+
+    ``importance`` and ``hessian`` are those of :class:`Rows`.
+    """
     flat = observed.flatten(1, -2)
     is_plain = importance is None and hessian is None
     if is_plain and flat.shape[1] == 1 and flat.is_contiguous():
-        flat = flat.reshape(1, 1, -1)  # one piece, not one per observation
+        flat = flat.reshape(1, 1, -1)  # one line of N * G values instead of N lines
     return Rows(flat.transpose(0, 1).unsqueeze(0), importance, None, hessian)
 
 
 def rows_of_counts(observed: torch.Tensor) -> Rows | None:
-    """The distinct values of each scale, as important as they are many.
+    """Rows of the distinct values of each scale, with their counts as importance; None if counting does not help.
 
-    None unless the values are bfloat16, which has few numbers, and many to each scale, and all of them finite.
+    It helps where a scale has many bfloat16 values, because bfloat16 has only 65,536 numbers. On a CPU the result is
+    None, too, if a value is not finite.
     """
     size = observed.shape[0] * observed.shape[-1]
     if observed.dtype != torch.bfloat16 or size < _COUNTED_FROM:
@@ -140,6 +152,6 @@ def rows_of_counts(observed: torch.Tensor) -> Rows | None:
             all_counts.append(occurrences)
         values = pad_sequence(all_values, batch_first=True)
         counts = pad_sequence(all_counts, batch_first=True)
-    # A bin without values is not important; its own value might lie outside the range.
+    # A bin without values has the importance 0. Its value is clamped, too, so that it does not widen the range.
     values = values.clamp(counted.low[:, None], counted.high[:, None])
     return Rows(values[None, :, None], counts.float(), observed.dtype)

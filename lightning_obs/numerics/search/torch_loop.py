@@ -1,11 +1,11 @@
-"""The loop of any device, operation by operation as compressed-tensors quantizes, and the one for Hessians.
+"""The search loop of any device, in torch's operations, which quantizes step by step as compressed-tensors does.
 
-It is the search's definition: tests hold the other loops to it. It measures errors in the unit of the values, as the
-peer does.
+``loops.py`` chooses it where no compiled loop can run, and for errors that Hessians measure. It defines the search:
+tests compare the other loops with it. It measures errors in the unit of the values, as llm-compressor does.
 
-bfloat16 and float16 are widened tile by tile: candidates are rounded as they will be stored, and only the error is
-measured in float32. A row longer than a tile is added up in pieces, in float64: more accurate than one float32 sum, and
-not bit for bit the same.
+bfloat16 and float16 values are widened tile by tile: candidates are rounded as they will be stored, and only the error
+is measured in float32. The errors of a row longer than a tile are added up in pieces, in float64, which is more
+accurate than a float32 sum and not bit for bit the same.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from lightning_obs.numerics.qparams import exact_products, tile_size
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.rows import Rows
 
-# Elements of a tile on a CPU, where it should stay near the core.
+# Elements of a tile on a CPU; its errors should stay in the cache.
 _TILE = 1 << 17
-# Errors of candidates that are kept at once.
+# Errors of pairs of a candidate and a row that are in memory at once.
 _ERRORS = 1 << 21
-# Up to this size torch runs an elementwise operation on one thread.
+# Below 32,768 elements torch runs an elementwise operation on one thread; a multiple of 64 below it.
 _SERIAL = (1 << 15) - 64
 
 
 def measure(
     rows: Rows, part: slice, candidates: Candidates, search: GridSearch, least: torch.Tensor | None = None
 ) -> Improvements:
-    """Which candidates improve consecutive rows; see :data:`.loops.Loop`."""
+    """Which candidates improve consecutive rows: the loop of any device, with the arguments of :data:`.loops.Loop`."""
     length = _ERRORS // len(candidates.factors)
     flags = []
     least_errors = []
@@ -44,7 +44,7 @@ def measure(
 
 
 def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
-    """Errors of candidates on consecutive rows, ``(C, r)``; infinite where one is not finite."""
+    """The errors of candidates on consecutive rows, ``(C, r)``; infinity where an error is not finite."""
     length = tile_size(rows.device, _TILE) // rows.size
     errors = []
     for tile in rows.parts(part, length):
@@ -54,7 +54,7 @@ def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearc
 
 
 def _errors_of_tile(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
-    """As :func:`errors_of`, of few rows or of a long one in pieces."""
+    """The errors of candidates on a few rows, or on one long row in pieces; for :func:`errors_of`."""
     length = tile_size(rows.device, _TILE)
     if rows.hessian is not None:
         length = max(length, rows.view.shape[3])  # a quadratic form takes all columns
@@ -78,10 +78,11 @@ def _errors_of_tile(rows: Rows, part: slice, candidates: Candidates, search: Gri
 
 
 def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for an error of each value and candidate: flat, and without its padding as ``(candidates, *values)``.
+    """New memory for the error of each value and candidate: flat with padding, and as ``(candidates, *values)``.
 
-    On a CPU pow rounds differently in a scalar loop, which takes the last elements of a thread's share: two candidates
-    of one scale would no longer tie. With padding behind the last element, and one thread, all go through one loop.
+    On a CPU, torch computes the last elements of a thread's share by a scalar loop, in which pow rounds differently. So
+    two candidates with the same scale could get different errors. With padding behind the last element, and one thread
+    (:func:`_raise_to`), the vectorised loop computes all errors.
     """
     count = candidates * values.numel()
     padded = values.new_empty(count + -count % 64)
@@ -89,7 +90,7 @@ def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor
 
 
 def _raise_to(padded: torch.Tensor, norm: float) -> None:
-    """Replace errors by the power of their magnitudes."""
+    """Replace errors by ``|error| ** norm``, in place; on a CPU in pieces so small that one thread computes each."""
     padded.abs_()
     length = _SERIAL if padded.device.type == "cpu" else len(padded)
     for piece in padded.split(length):
@@ -98,11 +99,11 @@ def _raise_to(padded: torch.Tensor, norm: float) -> None:
 
 @exact_products()
 def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """``sum of d^T H d`` over the parts of each row.
+    """The sum of ``d^T H d`` over the parts and observations of each row, for each candidate.
 
     Args:
-        error: ``(C, r, N * G)``: candidates, rows, and G columns N times.
-        hessian: ``(I, T, t, t)``, T * t = G; I divides r.
+        error: ``(C, r, N * G)``: candidates, rows, and N observations of G columns.
+        hessian: ``(I, T, t, t)``, T * t = G; row r has the matrices ``r % I``; I divides the number of rows.
 
     Returns:
         ``(C, r)``.
