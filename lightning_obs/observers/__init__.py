@@ -1,11 +1,13 @@
 """Observers by name: one file per family, over the pure functions of ``numerics``.
 
-A plan names an observer for each tensor that a scheme quantizes. The hooks of a calibration (``calibration/hooks.py``)
-give it activations. ``calibration/finalize.py`` lets it observe a weight, and asks it for the quantization parameters.
+An observer gathers statistics of one tensor of a module (its weight, inputs or outputs) and computes the quantization
+parameters. A plan names an observer for each tensor that a scheme quantizes. The hooks of a calibration
+(``calibration/hooks.py``) pass activations to it. At the end, ``calibration/finalize.py`` passes weights to their
+observers, and asks all observers for the quantization parameters.
 
-Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``segments.py`` has
-the experts' tokens, which one call observes together; ``search_options.py`` has the hyperparameters of a search, which
-four families use. Importing this package registers the built-in observers.
+Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``segments.py``
+observes the tokens of all experts of a layer in one call; ``search_options.py`` has the hyperparameters of a range
+search, which four families share. Importing this package registers the built-in observers.
 """
 
 from lightning_obs.observers.counting import HistogramObserver, PercentileObserver

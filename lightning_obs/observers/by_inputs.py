@@ -1,7 +1,9 @@
-"""The base of observers that choose a weight's ranges by the inputs that its module sees.
+"""The base of observers that choose a weight's ranges by the inputs of its module: ``imatrix_mse``, the Hessians.
 
-While data run, hooks give such an observer the inputs (``observe_inputs``), which it reduces to sums. At the end it
-observes the weight, and searches the ranges by these sums.
+While data run, hooks pass the module's inputs to such an observer (``observe_inputs``), which adds up their squares or
+products over all tokens. At the end, finalize passes it the weight (``forward``), and it searches the ranges with these
+sums. *Second moments* are the sums divided by the number of tokens: ``E[x_j ** 2]`` for each input channel j, or the
+matrix ``E[x x^T]``.
 """
 
 from __future__ import annotations
@@ -29,21 +31,24 @@ class ByInputsObserver(Observer):
     """Searches a weight's ranges by the second moments of the module's inputs, or by a part of these moments.
 
     A subclass declares two statistics ``of_inputs``: a sum over tokens, and ``input_count``, the number of tokens. It
-    writes ``measure_inputs`` and ``search_by_moments``. Batches and ranks are merged by addition. All columns count
-    alike where no inputs were seen, or only zeros.
+    writes ``measure_inputs`` and ``search_by_moments``. Batches and ranks are combined by addition. If no inputs were
+    observed, or all of them were zero, all columns have the same weight.
 
     Keyword Args:
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): consecutive candidates without an improvement that end the search; 0: it visits all.
-        grid (int): steps per unit of the factor on the range.
-        norm (float): exponent of the error.
-        expand (float): factor on the range before the search, at least 1.
-        signed (bool): whether scales may be negative, for symmetric integer formats.
-        strict (bool): whether a weight whose inputs were not seen is an error.
-        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
+        maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.2.
+        patience (int): the search ends after this many candidates in a row without an improvement; 0: it visits all
+            candidates. Default: 5.
+        grid (float): number of candidates per unit of the factor on the range. Default: 100.
+        norm (float): exponent of the error. Default: 2.4.
+        expand (float): factor on the range before the search, at least 1. Default: 1.
+        signed (bool): whether scales may be negative, for symmetric integer formats. Default: False.
+        strict (bool): whether it is an error if no inputs of the module were observed. Default: True.
+        weigh_tokens (bool): weigh each token by the squared norm of the predictions' gradient at the module's output
+            (:mod:`lightning_obs.calibration.token_weights`). Default: False.
 
     Raises:
-        CalibrationError: observed is not a weight; no inputs, or inputs of another width.
+        CalibrationError: the observed tensor is not a weight; no inputs were observed and ``strict`` is True; inputs
+            and weight do not fit.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = MemorylessMSEObserver.statistics
@@ -53,8 +58,8 @@ class ByInputsObserver(Observer):
         "weigh_tokens": False,
     }
 
-    #: whether all inputs that were seen were zero; None: not asked yet. :func:`settle_zero_inputs` asks for all
-    #: observers at once, so that the host waits for its device once.
+    #: whether all observed inputs were zero; None: not checked yet. :func:`settle_zero_inputs` checks all observers at
+    #: once, so that the host waits for an accelerator once.
     inputs_are_zero: bool | None = None
     _settings = (*Observer._settings, "inputs_are_zero")
 
@@ -70,7 +75,12 @@ class ByInputsObserver(Observer):
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe a weight ``(R, C)`` after its module's inputs."""
+        """Search the ranges of a weight ``(R, C)`` and keep them as statistics. Finalize calls it after all inputs.
+
+        Args:
+            value: the weight; an empty one changes nothing.
+            g_idx: the group of each column, ``(C,)``; None: groups are in the order of the columns.
+        """
         if not value.numel():
             return self
         with observing(self):
@@ -87,22 +97,25 @@ class ByInputsObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
-        """The range of least error, all columns counting alike; :meth:`forward` uses it where no inputs were seen."""
+        """The range with the least error, all columns with the same weight; for :meth:`forward` without inputs."""
         low, high = search_range(observed, self.search_of(observed))
         return low, high
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
-        """The search for an observed weight: its candidates, and the error that is to be least."""
+        """The options of the search for an observed weight: its candidates, and the error to minimize.
+
+        Called by :meth:`measure` and by the subclasses' ``search_by_moments``.
+        """
         options = options_of(self, to_the_end=True)
         return options.search_on(NumberGrid.of(self.args, self.signed))
 
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
-        """Search the ranges of a weight; :meth:`forward` calls this.
+        """Search the ranges of a weight with the moments of the inputs. A subclass writes it; :meth:`forward` calls it.
 
         Args:
-            moments: of :func:`relative_moments`.
+            moments: the result of :func:`relative_moments`; it may be changed in place.
             value: the weight ``(R, C)``.
-            g_idx: the group of each column; None: in their order.
+            g_idx: the group of each column, ``(C,)``; None: groups are in the order of the columns.
 
         Returns:
             The smallest and the largest value of each range, ``(*Q,)``: the shape of the scales.
@@ -111,13 +124,13 @@ class ByInputsObserver(Observer):
 
 
 def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: bool) -> None:
-    """Raise a CalibrationError unless a weight is a matrix that fits the inputs that were seen.
+    """Raise a CalibrationError unless a weight is a matrix that fits the observed inputs; for ``search_by_moments``.
 
     Args:
-        observer: for the error.
-        channels: of the inputs.
-        weight: to be searched.
-        fits: whether its columns fit the channels, as the observer has found.
+        observer: named in the error.
+        channels: number of channels of the inputs, for the error.
+        weight: the weight to search.
+        fits: whether the caller has found that the weight's columns fit the channels.
     """
     if weight.ndim != 2 or not fits:
         shape = tuple(weight.shape)
@@ -130,24 +143,25 @@ def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: b
 
 
 def input_sums(observer: ByInputsObserver) -> torch.Tensor:
-    """The statistic of inputs that an observer sums over tokens: squares ``(C,)`` or products ``(..., C, C)``."""
+    """The sum over tokens that an observer keeps of the inputs: squares ``(C,)`` or products ``(..., C, C)``."""
     return getattr(observer, input_statistics(observer)[0])
 
 
 def squares_in(moments: torch.Tensor) -> torch.Tensor:
-    """The moment ``x ** 2`` of each channel: ``moments`` itself ``(C,)``, or the diagonal of products ``(C, C)``."""
+    """The squares in sums or means of squares ``(C,)`` (all of them) or of products ``(..., C, C)`` (the diagonal)."""
     if moments.ndim == 1:
         return moments
     return moments.diagonal(dim1=-2, dim2=-1)
 
 
 def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
-    """The second moments of the inputs, in float32, divided by the mean of ``E[x ** 2]`` over channels.
+    """The second moments of the inputs, in float32, divided by their mean ``E[x_j ** 2]`` over the channels j.
 
-    None if no input was seen, or only zeros, which say nothing about the columns of the weight.
+    Called by :meth:`ByInputsObserver.forward` before the search. The result has the shape of the observer's sum. It is
+    None if no inputs were observed, or if all were zero, which says nothing about the columns of the weight.
 
     Raises:
-        CalibrationError: no input was seen, and ``strict`` is on.
+        CalibrationError: no inputs were observed, and ``strict`` is True.
     """
     if lacks_inputs(observer):
         raise CalibrationError(
@@ -168,21 +182,23 @@ def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
 
 
 def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
-    """Observe a weight whose module's inputs may be missing: then all columns count alike, even if ``strict`` is on.
+    """Pass a weight to its observer although inputs may be missing: then all columns have the same weight.
 
-    Called where the user allows it (``on_missing``), and where ranges of weights alone are computed.
+    It overrides ``strict``. Called by finalize where the user's ``on_missing`` allows missing inputs, and where only
+    weights are finalized.
     """
     with patch_attr(observer, "strict", False):
         observer(weight)
 
 
 def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
-    """Set :attr:`ByInputsObserver.inputs_are_zero` of observers that saw inputs; called before weights are searched.
+    """Set :attr:`ByInputsObserver.inputs_are_zero` of all observers that have observed inputs.
 
-    The host waits once for each device, however many observers there are.
+    Finalize calls it before weights are searched. The host waits once for each device, however many observers there
+    are.
 
     Args:
-        observers: of any class; the ones that saw no inputs are passed over.
+        observers: of any class; those that have observed no inputs are ignored.
 
     Returns:
         The observers whose inputs were all zero.

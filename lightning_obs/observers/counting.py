@@ -1,7 +1,7 @@
-"""Observers that count every value and choose the range at the end, from all of the data.
+"""Observers that count every value and choose the range at the end, from the counts: ``histogram``, ``percentile``.
 
-Batches and ranks are combined by adding integers, so the range has the same bits for any batches, any order of them
-and any ranks. How values are counted, and how exactly: :mod:`lightning_obs.numerics.histogram`.
+Batches and ranks are combined by adding integers, so the range has the same bits for any batches, in any order, on any
+ranks. :mod:`lightning_obs.numerics.histogram` counts the values, and says how exact the counts are.
 """
 
 from __future__ import annotations
@@ -39,21 +39,24 @@ from lightning_obs.observers.observer import (
 from lightning_obs.observers.search_options import options_of
 from lightning_obs.observers.statistic import Statistic, equal_values
 
+#: criteria of the observer ``histogram``
 CRITERIA = ("mse", "percentile", "entropy")
+#: strategies with so few scales that each can have a histogram
 _STRATEGIES = (QuantizationStrategy.TENSOR, QuantizationStrategy.ATTN_HEAD)
-#: 4 powers of two below the largest magnitude in steps of 2.2 %: Migacz's 128 of 2,048 bins up to all of them.
+#: factors on the range that ``entropy`` tries: from 1 to 1/16 in steps of 2.2 %. Migacz tries the first 128 of 2,048
+#: bins (1/16 of the range) up to all bins.
 _ENTROPY_FACTORS = [2 ** (-step / 32) for step in range(129)]
 
 
 class CountingObserver(Observer):
-    """Counts every value by its bfloat16 pattern, and keeps the exact range beside the counts.
+    """Counts every value by its bfloat16 bit pattern, and keeps the exact smallest and largest value as well.
 
-    Observes ``(N, *Q, G)``, Q of one scale per tensor ``(1,)`` or per attention head ``(H, 1, 1)``. ``counts`` is
-    ``(*Q, 65536)`` in int64, 512 KiB per scale; ``min_vals`` and ``max_vals`` are ``(*Q,)``. A subclass writes
-    ``get_min_max``.
+    Observes ``(N, *Q, G)``, where Q is ``(1,)`` for one scale per tensor, or ``(H, 1, 1)`` for one per attention head.
+    ``counts`` is ``(*Q, 65536)`` in int64, 512 KiB per scale; ``min_vals`` and ``max_vals`` are ``(*Q,)``. A subclass
+    writes ``get_min_max``.
 
     Raises:
-        CalibrationError: a strategy of many scales, which would need a histogram for each.
+        CalibrationError: another strategy than tensor and attn_head; it would need too many histograms.
     """
 
     statistics = (
@@ -75,6 +78,7 @@ class CountingObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> Histogram:
+        """Count the values of one observed tensor; the base class calls it for each batch and adds up the counts."""
         scales = observed.shape[1:-1]
         counts, low, high = count_values(observed.flatten(1, -2))
         counts = counts.unflatten(0, scales)
@@ -82,7 +86,11 @@ class CountingObserver(Observer):
 
     @override
     def nonfinite_statistics(self) -> str | None:
-        """The numbers of NaN and infinite values. The counts are integers: their bins of NaN are asked here."""
+        """A text with the numbers of NaN and infinite values, for an error; None if there are none.
+
+        The base class checks the range, whose NaN a reduction over ranks may lose. The counts are integers, so the
+        number of NaN is read from the bins of NaN.
+        """
         problems = []
         of_ranges = super().nonfinite_statistics()
         if of_ranges:
@@ -94,15 +102,16 @@ class CountingObserver(Observer):
         return ", ".join(problems) or None
 
     def counted_values(self) -> Support | None:
-        """The values that were observed and how often each was: an observation asks for them, for the report.
+        """The observed values and how often each occurred, for the report's histograms of inputs.
 
-        None unless one histogram holds everything: not with a histogram for each head.
+        Read by ``Observation.input_counts`` after calibration. None if nothing was observed, or if there is a histogram
+        for each attention head.
 
         >>> observer = Observer.load_from_registry("percentile", base_name="input", args=QuantizationArgs())
         >>> observer(torch.tensor([1.0, 2.0, 2.0])).counted_values().counts
         tensor([1, 2])
         """
-        if not self.has_statistics or self.min_vals.numel() != 1:  # a histogram for each scale
+        if not self.has_statistics or self.min_vals.numel() != 1:  # a histogram for each head
             return None
         low = self.min_vals.flatten()[0]
         high = self.max_vals.flatten()[0]
@@ -115,13 +124,14 @@ class CountingObserver(Observer):
 
 @Observer.register("percentile")
 class PercentileObserver(CountingObserver):
-    """The range between the upper percentile of everything observed and the matching lower one.
+    """The range that cuts off the same number of values at either end, chosen by a percentile of all observed values.
 
-    The upper end is the smallest value that has ``percentile`` percent of all values at or below it; the lower end is
-    defined alike from the other side.
+    The upper end is the smallest value with at least ``percentile`` percent of all values at or below it; the lower end
+    is the largest value with as many at or above it.
 
-    Exact in any partition. Exact for bfloat16; float32 and float16 are rounded to bfloat16 first, except where no
-    value is cut off: then it is the exact smallest and largest value.
+    The result does not depend on how the data are divided into batches and ranks. It is exact for bfloat16 values;
+    float32 and float16 values are rounded to bfloat16 first, unless no value is cut off: then the range is from the
+    exact smallest to the exact largest value.
 
     On language models this can be a catastrophe: a few inputs carry values thousands of times larger than the rest,
     and the model depends on them (docs/evidence/int8.md has the numbers).
@@ -129,14 +139,14 @@ class PercentileObserver(CountingObserver):
     Observes ``(N, *Q, G)``: one scale per tensor or per attention head. Ranges are ``(*Q,)``.
 
     Keyword Args:
-        percentile (float): in percent, in (50, 100]. 99.9 cuts one value in a thousand off each end.
+        percentile (float): in percent, in (50, 100]. 99.9 cuts one value in a thousand off each end. Default: 99.99.
 
     Raises:
         CalibrationError: ``percentile`` outside (50, 100], or a strategy other than tensor and attn_head.
 
     Reference:
-        Wu et al., Integer Quantization for Deep Learning Inference, 2020, arXiv:2004.09602, section 3 (there of the
-        magnitudes, which for a symmetric format and symmetric data is the same).
+        Wu et al., Integer Quantization for Deep Learning Inference, 2020, arXiv:2004.09602, section 3 (it takes the
+        percentile of magnitudes, which is the same for a symmetric format and symmetric data).
     """
 
     hyperparameters: ClassVar[Hyperparameters] = {"percentile": 99.99}
@@ -149,6 +159,7 @@ class PercentileObserver(CountingObserver):
 
     @override
     def get_min_max(self) -> MinMaxTuple:
+        """The range, ``(*Q,)`` each; the base class asks for it when qparams are computed."""
         require_statistics(self)
         lows = []
         highs = []
@@ -162,7 +173,7 @@ class PercentileObserver(CountingObserver):
 
 
 def _scales_of(observer: CountingObserver) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each scale its counts ``(65536,)``, smallest and largest value."""
+    """For each scale: its counts ``(65536,)``, and its smallest and largest value, scalars."""
     counts = observer.counts.flatten(0, -2)
     smallest_values = observer.min_vals.flatten()
     largest_values = observer.max_vals.flatten()
@@ -171,26 +182,28 @@ def _scales_of(observer: CountingObserver) -> Iterator[tuple[torch.Tensor, torch
 
 @Observer.register("histogram")
 class HistogramObserver(PercentileObserver):
-    """The range that a criterion finds best on everything that was observed.
+    """The range that is best by a criterion for all observed values.
 
-    - ``mse``: the range times ``1 - i / grid``, i up to ``maxshrink * grid``, with the least
-      ``sum |quantized(x) - x| ** norm``; the first of equals. A search of counts is cheap, so it looks at all of them
-      down to a twentieth of the range: a few values far out, found in any batch, hide the least error otherwise.
-    - ``percentile``: as the observer ``percentile``.
-    - ``entropy``: the range times ``2 ** (-i / 32)``, down to a sixteenth, with the least Kullback-Leibler divergence
-      of the quantized distribution from the observed one.
+    - ``mse``: of the ranges ``(1 - i / grid) * range``, i below ``maxshrink * grid``, the one with the least
+      ``sum |quantized(x) - x| ** norm``; of equal errors, the first. By default it tries all of them down to about a
+      twentieth of the range, because a few far outliers otherwise end the search too early; on counts that is cheap.
+    - ``percentile``: the range of the observer ``percentile``.
+    - ``entropy``: of the ranges ``2 ** (-i / 32) * range``, down to a sixteenth, the one with the least
+      Kullback-Leibler divergence of the quantized distribution from the observed one.
+
+    Observes ``(N, *Q, G)``: one scale per tensor or per attention head. Ranges are ``(*Q,)``.
 
     Keyword Args:
-        criterion (str): mse, percentile or entropy.
-        percentile (float): for ``percentile``: in percent, in (50, 100].
-        maxshrink (float): for ``mse``: the largest share by which the range may shrink, in [0, 1].
-        patience (int | None): for ``mse``: candidates in a row without improvement that end the search; None: nothing
-            ends it.
-        grid (int): for ``mse``: steps per whole range.
-        norm (float): for ``mse``: exponent of the error.
+        criterion (str): mse, percentile or entropy. Default: mse.
+        percentile (float): for ``percentile``: in percent, in (50, 100]. Default: 99.99.
+        maxshrink (float): for ``mse``: the largest share by which the range may shrink, in [0, 1]. Default: 0.95.
+        patience (int | None): for ``mse``: the search ends after this many candidates in a row without an improvement.
+            Default: None, all candidates are visited.
+        grid (float): for ``mse``: number of candidates per unit of the factor on the range. Default: 100.
+        norm (float): for ``mse``: exponent of the error. Default: 2.
 
     Raises:
-        CalibrationError: a hyperparameter outside these, or a strategy other than tensor and attn_head.
+        CalibrationError: a hyperparameter outside its limits, or a strategy other than tensor and attn_head.
 
     Reference:
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
@@ -206,7 +219,7 @@ class HistogramObserver(PercentileObserver):
         "norm": 2.0,
     }
     criterion: str
-    #: the range that was searched last, and what it depends on; None: the statistics have changed since
+    #: the result of the last search, with all that it depends on; None: no search since the statistics changed
     _searched: SearchedRange | None = None
     _settings = (*PercentileObserver._settings, "_searched")
 
@@ -220,20 +233,23 @@ class HistogramObserver(PercentileObserver):
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        self._searched = None  # it holds the counts
+        """Add a batch's counts, and forget the last search."""
+        self._searched = None  # it would keep the earlier counts in memory
         super().combine(measured)
 
     @override
     def reset(self, keep: Collection[str] = ()) -> None:
+        """Forget the statistics and the last search."""
         super().reset(keep)
         self._searched = None
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        """The range that the criterion chooses, ``(*Q,)`` each; where the observed range is not finite, that range.
+        """The range that is best by the criterion, ``(*Q,)`` each; the observed range if it is not finite.
 
-        It is searched once for the same statistics and hyperparameters, and fused observers share the result, since
-        q, k and v read one tensor.
+        The base class asks for it when qparams are computed, finalize for the report, and members of a fused set for a
+        common scale. A search runs once for the same statistics and hyperparameters: observers of a fused set (q, k and
+        v read one tensor) share its result.
         """
         require_statistics(self)
         depends_on = self._depends_on()
@@ -251,13 +267,13 @@ class HistogramObserver(PercentileObserver):
         return searched.low.clone(), searched.high.clone()
 
     def _depends_on(self) -> list[Any]:
-        """All that the range depends on, to compare with an earlier search: statistics, format and hyperparameters."""
+        """What the range depends on (statistics, format, hyperparameters), to compare with an earlier search."""
         hyperparameters = [getattr(self, name) for name in declared_hyperparameters(type(self))]
         number_format = vars(self.args).copy()
         return [self.counts, self.min_vals, self.max_vals, number_format, hyperparameters]
 
     def _search(self) -> MinMaxTuple:
-        """Search the range by the criterion, ``(*Q,)`` each."""
+        """Search the range that is best by the criterion, ``(*Q,)`` each."""
         if self.criterion == "percentile":
             return super().get_min_max()
         if not self.is_finite and self.nonfinite_statistics():
@@ -269,7 +285,10 @@ class HistogramObserver(PercentileObserver):
 
 
 class SearchedRange(NamedTuple):
-    """A range, ``(*Q,)`` each, and the values of everything that it depends on; kept so that no search runs twice."""
+    """The result of a search, ``low`` and ``high`` ``(*Q,)``, and the values of everything that it depends on.
+
+    :class:`HistogramObserver` keeps one, so that no search runs twice.
+    """
 
     depends_on: list[Any]
     low: torch.Tensor
@@ -277,9 +296,9 @@ class SearchedRange(NamedTuple):
 
 
 def least_divergence(observer: CountingObserver) -> MinMaxTuple:
-    """The ranges of the criterion ``entropy``: for each of S scales, the one that diverges least, ``(1, S)`` each.
+    """The ranges by the criterion ``entropy``: for each of S scales, that with the least divergence, ``(1, S)`` each.
 
-    The divergence is that of the distribution of quantized values from the observed one.
+    The divergence is that of the distribution of quantized values from the observed distribution.
     """
     smallest_values = observer.min_vals.flatten()
     largest_values = observer.max_vals.flatten()
@@ -296,11 +315,12 @@ def least_divergence(observer: CountingObserver) -> MinMaxTuple:
 
 
 def least_error(observer: HistogramObserver) -> MinMaxTuple:
-    """The ranges of the criterion ``mse``: for each of S scales, the one with the least sum of errors, ``(S,)`` each.
+    """The ranges by the criterion ``mse``: for each of S scales, that with the least sum of errors, ``(S,)`` each.
 
-    The distinct values of a scale are searched as a row, each weighted by its count. The exact ends decide the
-    candidates; they are added with the weight zero, because their bins are counted already. Values are divided by a
-    power of two that makes the largest magnitude about 1, so that no power of an error leaves float32.
+    The distinct values of a scale are searched as a row, each weighed by its count. The exact ends of the range are
+    added to the row, because the candidates are multiples of them; their weight is zero, because their bins are counted
+    already. Values are divided by a power of two that makes the largest magnitude about 1, so that no power of an error
+    exceeds float32.
     """
     all_values = []
     all_counts = []

@@ -1,8 +1,10 @@
-"""Weight ranges by the Hessian of a layer's output: the second moments of its inputs, of groups or of whole rows.
+"""Weight ranges by the Hessian of a layer's output: the observers ``local_hessian`` and ``hessian``.
 
-An error d in a row of a Linear's weight costs its output ``E[(d x) ** 2] = d H d^T``, with ``H = E[x x^T]``.
-``imatrix_mse`` uses the diagonal of H alone. The off-diagonal moments tell which inputs vary together, so that errors
-of two columns that cancel in the output cost nothing. Only ranges are chosen here: every integer is the nearest.
+If d is the error of a row of a Linear's weight, the squared error of its output is ``E[(d x) ** 2] = d H d^T``, with
+the Hessian ``H = E[x x^T]`` over the inputs x. ``imatrix_mse`` uses the diagonal of H alone. The other entries tell
+which inputs vary together: errors of two columns that cancel in the output then count little. ``local_hessian`` uses
+the blocks of H on its diagonal, one for each group of columns; ``hessian`` uses the whole H. Only ranges are chosen
+here: every value is rounded to nearest.
 """
 
 from __future__ import annotations
@@ -33,38 +35,44 @@ from lightning_obs.observers.statistic import Statistic
 
 # Columns of the largest block of a Hessian that ``local_hessian`` gathers.
 _WIDEST_BLOCK = 128
-#: the most outputs whose products of gradients are gathered: 1 GiB, where a vocabulary would take more than the model
+#: a rounding that weighs tokens gathers the products of the gradients of up to this many outputs, which take 1 GiB. A
+#: language model's head has more outputs (its vocabulary); their products would be larger than the model.
 MOST_OUTPUTS = 1 << 14
-# Added to the diagonal, whose mean is 1, so that a group of columns that no input reached loses least by itself.
+# Added to the diagonal, whose mean is 1: columns whose inputs are all zero are then searched for the least squared
+# error of the weight.
 _LEAST_MOMENT = 1e-6
 
 
 @Observer.register("local_hessian")
 class LocalHessianObserver(ByInputsObserver):
-    """The range of least error ``d H d^T``, where H is the block of the inputs' second moments that a scale covers.
+    """The range with the least error ``d H d^T``, where H is the part of the Hessian for the columns of one scale.
 
     ``argmin over p of d H d^T, d = fake_quantize(w, p * expand * range) - w`` per scale, p = 1, 1 - 1/grid, ..., down
-    to the last whole step before ``1 - maxshrink``. For weights of Linear layers, in any strategy. For a scale that
-    covers more than 128 columns, H is cut into equal blocks of at most 128 columns, and moments between blocks are left
-    out.
+    to the last step that is not below ``1 - maxshrink``. For weights of Linear layers, in any strategy. For a scale
+    that covers more than 128 columns, H is cut into equal blocks of at most 128 columns, and entries of H between
+    blocks are ignored.
 
     Ranges are ``(*Q,)`` in the units of the weight. ``input_hessian`` is the sum of ``x x^T`` over ``input_count``
-    tokens, ``(T, t, t)`` in float32: T blocks of t columns, zeros after the last column.
+    tokens, ``(T, t, t)`` in float32: T blocks of t columns, with zeros for columns that the weight does not have.
 
     Keyword Args:
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
-        grid (int): steps per unit of p.
-        expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
-            between 4 and 6, else 1.
+        maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.64.
+        patience (int): the search ends after this many p in a row without an improvement of any scale; 0: it visits
+            all. Default: 5.
+        grid (float): number of candidates per unit of p. Default: 36.
+        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
+            because FP4 has no number between 4 and 6, and 1 in other formats.
         norm (float): 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
-            symmetric integer formats.
-        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
-        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
+            symmetric integer formats. Default: False.
+        strict (bool): whether it is an error if no inputs of the module were observed. False: all columns then have
+            the same weight. Default: True.
+        weigh_tokens (bool): weigh each token by the squared norm of the predictions' gradient at the module's output
+            (:mod:`lightning_obs.calibration.token_weights`). Default: False.
 
     Raises:
-        CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
+        CalibrationError: a hyperparameter outside its limits; the observed tensor is not a weight; no inputs were
+            observed and ``strict`` is True; inputs and weight do not fit.
 
     Reference:
         The local Hessian of NVIDIA's Model-Optimizer (2026).
@@ -83,7 +91,8 @@ class LocalHessianObserver(ByInputsObserver):
         "expand": None,
     }
     expand: float
-    _rounds_global_scale = True
+    _rounds_global_scale = True  # for search_of, see there
+    # The fields of `args` on which measure_inputs depends; observers with equal fields share its result.
     _inputs_by: ClassVar[tuple[str, ...]] = ("strategy", "group_size", "block_structure")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -96,10 +105,10 @@ class LocalHessianObserver(ByInputsObserver):
 
     @override
     def search_of(self, observed: torch.Tensor) -> GridSearch:
-        """The search, with scales of a tensor_group rounded as they will be stored.
+        """The options of the search, with a global scale, so that scales of a tensor_group are rounded as when stored.
 
-        The global scale depends on the ranges that are still to be found. But it is rounded to a power of two, and
-        group scales round alike for any power of two, so one from the widest candidates serves.
+        The final global scale is known only after the search. But it is rounded to a power of two, and group scales are
+        rounded alike for any power of two, so the global scale of the widest candidates is used.
         """
         options = options_of(self, to_the_end=True)
         magnitude = observed.abs().amax().float().reshape(1)
@@ -110,11 +119,15 @@ class LocalHessianObserver(ByInputsObserver):
         return options.search_on(NumberGrid.of(self.args, self.signed, global_scale))
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of ``x x^T`` in blocks ``(T, t, t)`` and the number of tokens of an input ``(..., C)``."""
+        """For an input ``(..., C)``: the sum of ``x x^T`` in blocks, ``(T, t, t)``, and the number of tokens.
+
+        The base class calls it for each batch of inputs and adds up the results.
+        """
         return channel_products(value, block_width(self.args, value.shape[-1]))
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        """Search each scale's range by its blocks of the Hessian, ``moments`` ``(T, t, t)``; ``g_idx`` must be None."""
         blocks, width, _ = moments.shape
         channels = blocks * width
         columns = value.shape[-1]
@@ -129,7 +142,8 @@ class LocalHessianObserver(ByInputsObserver):
         elif columns_of_scale < columns:
             observed = flatten_for_calibration(value, "weight", self.args)
         else:
-            # The blocks of H may end after the last column. Copies of it fill the rows; their moments are zero.
+            # The last block of H may be wider than the rest of the weight. Copies of the last column fill the rows up:
+            # they widen no range, and their moments are zero.
             last_column = value[:, -1:]
             filling = last_column.expand(-1, channels - columns_of_scale)
             filled = torch.cat([value, filling], 1)
@@ -142,11 +156,13 @@ class LocalHessianObserver(ByInputsObserver):
 
 
 def block_width(args: QuantizationArgs, channels: int) -> int:
-    """The number of columns of a block of the Hessian; a scale covers whole blocks, unless it covers all columns.
+    """The number of columns of a block of the Hessian.
+
+    It divides the columns of a scale, except for a scale that covers all columns.
 
     Args:
-        args: of the weight.
-        channels: of the inputs, the columns of the weight.
+        args: format and strategy of the weight.
+        channels: number of channels of the inputs, which are the columns of the weight.
 
     >>> block_width(QuantizationArgs(num_bits=4, group_size=160), channels=320)
     80
@@ -162,33 +178,36 @@ def block_width(args: QuantizationArgs, channels: int) -> int:
 
 @Observer.register("hessian")
 class HessianObserver(LocalHessianObserver):
-    """The ranges of a row of scales that together have the least error ``d H d^T``, H all second moments of the inputs.
+    """The ranges of all scales of a row that together have the least error ``d H d^T``, with the whole Hessian H.
 
-    The search chooses one scale after the other, given the errors that the row's other scales leave, in some sweeps
-    over all of them (:mod:`lightning_obs.numerics.search.descent`). Its candidates are those of ``local_hessian``.
-    Ranges are ``(*Q,)``. ``input_hessian`` is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
+    The search chooses one scale after the other while the row's other scales stay as they are, in several sweeps over
+    the row (:mod:`lightning_obs.numerics.search.descent`). Its candidates are those of ``local_hessian``. Ranges are
+    ``(*Q,)``. ``input_hessian`` is ``(C, C)`` in float32, 4 bytes for each pair of input channels.
 
     Keyword Args:
-        sweeps (int): how often each scale is chosen, at least 1; later sweeps try ranges closer to the present one.
-        damping (float): share of the mean of H's diagonal that is added to it, at least 0.
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        grid (int): steps per unit of the factor on the range.
+        sweeps (int): number of sweeps, at least 1; later sweeps try ranges closer to the chosen one. Default: 4.
+        damping (float): share of the mean of H's diagonal that is added to the diagonal, at least 0. Default: 0.1.
+        maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.64.
+        grid (float): number of candidates per unit of the factor on the range. Default: 36.
         patience (int): 0, all candidates are visited.
-        expand (float | None): factor on the range before the search, at least 1. None: 1.84 in FP4, which has no number
-            between 4 and 6, else 1.
+        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
+            because FP4 has no number between 4 and 6, and 1 in other formats.
         norm (float): 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
-            symmetric integer formats.
-        strict (bool): a weight whose inputs were not seen is an error. Off: all its columns count alike.
-        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output.
+            symmetric integer formats. Default: False.
+        strict (bool): whether it is an error if no inputs of the module were observed. False: all columns then have
+            the same weight. Default: True.
+        weigh_tokens (bool): weigh each token by the squared norm of the predictions' gradient at the module's output
+            (:mod:`lightning_obs.calibration.token_weights`). Default: False.
 
     Raises:
-        CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
+        CalibrationError: a hyperparameter outside its limits; the observed tensor is not a weight; no inputs were
+            observed and ``strict`` is True; inputs and weight do not fit.
     """
 
     statistics = LocalHessianObserver.statistics
     hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.1}
-    _inputs_by = ()
+    _inputs_by = ()  # measure_inputs depends on no field of `args`
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -198,12 +217,13 @@ class HessianObserver(LocalHessianObserver):
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of ``x x^T``, ``(C, C)``, and the number of tokens of an input ``(..., C)``."""
+        """For an input ``(..., C)``: the sum of ``x x^T``, ``(C, C)``, and the number of tokens."""
         products, number = channel_products(value, value.shape[-1])
         return products[0], number
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        """Search the ranges of each row together by the Hessian ``moments`` ``(C, C)``; ``g_idx`` must be None."""
         channels = len(moments)
         fits = value.shape[-1] == channels
         require_fit(self, channels, value, fits and g_idx is None)

@@ -1,4 +1,4 @@
-"""Weight ranges that lose least where the inputs are large: the error of each column is weighted by its input."""
+"""Weight ranges by importance-weighted error: the error of each column counts with the mean square of its input."""
 
 from __future__ import annotations
 
@@ -20,31 +20,35 @@ from lightning_obs.observers.statistic import Statistic
 
 @Observer.register("imatrix_mse")
 class IMatrixMSEObserver(ByInputsObserver):
-    """``memoryless_mse`` with each column's error weighted by the mean square of the input it is multiplied with.
+    """``memoryless_mse`` with the error of each column weighted by the mean square of the input that it multiplies.
 
     ``argmin over p of sum(E[x_j ** 2] * |fake_quantize(w_j, p * expand * range) - w_j| ** norm)`` per scale, j the
-    input channels, p = 1, 1 - 1/grid, ..., down to the last whole step before ``1 - maxshrink``. For weights of Linear
-    layers; whoever attaches the observer gives it the layer's inputs.
+    input channels, p = 1, 1 - 1/grid, ..., down to the last step that is not below ``1 - maxshrink``. For weights of
+    Linear layers. Hooks pass the layer's inputs to the observer while data run; finalize passes the weight at the end.
 
     Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight. ``input_squares`` is ``(C,)`` in float64,
-    the sum over ``input_count`` tokens: batches and ranks are merged by addition.
+    the sum over ``input_count`` tokens; batches and ranks are combined by addition.
 
     Keyword Args:
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): consecutive p without an improvement of any scale that end the search; 0: it visits all.
-        grid (int): steps per unit of p.
-        norm (float): exponent of the error.
-        expand (float): factor on the range before the search, at least 1.
+        maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.95.
+        patience (int): the search ends after this many p in a row without an improvement of any scale; 0: it visits
+            all. Default: 5.
+        grid (float): number of candidates per unit of p. Default: 20.
+        norm (float): exponent of the error. Default: 3.
+        expand (float): factor on the range before the search, at least 1. Default: 1.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
-            symmetric integer formats.
-        strict (bool): a weight whose inputs were not seen is an error. Off: it is searched with equal weights.
-        weigh_tokens (bool): count each token by the squared length of the gradient at the module's output: as much as
-            the output depends on it (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run
-            forward and backward once more. A rounding by the Hessian weighs tokens, too,
-            and gathers the products of the gradients (4 bytes per pair of outputs).
+            symmetric integer formats. Default: False.
+        strict (bool): whether it is an error if no inputs of the module were observed. False: all columns then have
+            the same weight. Default: True.
+        weigh_tokens (bool): weigh each token by the squared norm of the predictions' gradient at the module's output,
+            so that a token counts as much as the model's predictions depend on the module there
+            (:mod:`lightning_obs.calibration.token_weights`). Each call of the model is run forward and backward once
+            more. A rounding by the Hessian then weighs tokens, too, and gathers the products of the gradients (4 bytes
+            for each pair of outputs). Default: False.
 
     Raises:
-        CalibrationError: a value outside of these; observed is not a weight; no inputs, or inputs of another width.
+        CalibrationError: a hyperparameter outside its limits; the observed tensor is not a weight; no inputs were
+            observed and ``strict`` is True; inputs and weight do not fit.
 
     Reference:
         The importance matrix of llama.cpp (ggml-org/llama.cpp, pull request 4861); hyperparameters and candidates of
@@ -62,18 +66,25 @@ class IMatrixMSEObserver(ByInputsObserver):
         "grid": 20.0,
         "norm": 3.0,
     }
-    _inputs_by = ()
+    _inputs_by = ()  # measure_inputs depends on no field of `args`, so observers of all formats share its result
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
         check_options(self)
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The sum of the squares ``(C,)`` and the number of tokens of an input ``(..., C)``."""
+        """For an input ``(..., C)``: the sum of the squares of each channel, ``(C,)``, and the number of tokens.
+
+        The base class calls it for each batch of inputs and adds up the results.
+        """
         return channel_squares(value)
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
+        """Search the ranges with the columns weighed by ``moments``, the relative mean squares of the inputs, ``(C,)``.
+
+        The base class calls it when finalize passes the weight ``value`` to the observer.
+        """
         channels = len(moments)
         require_fit(self, channels, value, fits=value.shape[-1] == channels)
         rows, _ = covered_by_scale(self.args, value.shape)

@@ -1,4 +1,4 @@
-"""Weights that lie on a grid already get that grid: scales and integers of checkpoints that were quantized before."""
+"""The observer ``lattice``, for weights that were quantized before: it finds the grid on which they already lie."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from lightning_obs.observers.mse import MemorylessMSEObserver
 from lightning_obs.observers.observer import Hyperparameters, Observer
 from lightning_obs.observers.statistic import Statistic
 
-#: of a weight's scales, the share that gives a grid with all its values, and the share whose values are stored bit for
-#: bit, both in [0, 1]
+#: two shares of a weight's scales, in [0, 1]: those whose values all lie on a grid, and those whose values are stored
+#: bit for bit
 GridShares: TypeAlias = tuple[float, float]
 
 
 def grid_text(shares: Mapping[str, GridShares]) -> str:
-    """What a run says of the grids of its weights, by the names of their modules.
+    """The line of a run's closing summary about grids. ``CalibrationResult.facts`` calls it for a run with ``lattice``.
+
+    Args:
+        shares: for each weight, by the name of its module, the observer's ``grid_shares``.
 
     >>> grid_text({"a": (1.0, 1.0), "b": (1.0, 1.0), "c": (0.25, 0.25)})
     '2 of 3 weights lie on a grid, stored exactly; of the other, 25 % of the scales'
@@ -43,23 +46,25 @@ def grid_text(shares: Mapping[str, GridShares]) -> str:
 
 @Observer.register("lattice")
 class LatticeObserver(MemorylessMSEObserver):
-    """The grid that a weight's values lie on, scale by scale; where they lie on none, ``memoryless_mse``'s range.
+    """For each scale the grid on which the weight's values lie; if they lie on no grid, ``memoryless_mse``'s range.
 
-    For weights of quantization-aware training (Gemma's Q4_0), and for dequantized ones: each value is then
-    ``scale * integer``, rounded to the dtype of the checkpoint, and is stored without a second rounding. The zero point
-    of an asymmetric format is an integer, so a grid is one that has a zero: values with a minimum of their own
-    (GGUF's Q4_1) lie on such a grid only where the minimum is a multiple of the step.
+    For weights of quantization-aware training (Gemma's Q4_0) and for dequantized weights. Each of their values is
+    ``scale * integer``, rounded to the dtype of the checkpoint, so it can be stored without a second rounding. The zero
+    point of an asymmetric format is an integer, so 0 must be on the grid. Values with a minimum that was stored
+    separately (GGUF's Q4_1) lie on such a grid only if the minimum is a multiple of the step.
 
-    Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight, as are ``steps``: 0 where there is no
-    grid. ``exact`` is ``(*Q,)``, whether every value is stored bit for bit.
+    Observes ``(N, *Q, G)``. Ranges are ``(*Q,)`` in the units of the weight. ``steps`` are the steps of the grids,
+    ``(*Q,)`` in the same units, 0 where there is no grid. ``exact`` is ``(*Q,)``: whether all values are stored bit for
+    bit.
 
     Keyword Args:
-        signed (bool): whether scales may be negative, in symmetric formats. On: a grid of ``-8 ... 7`` may be turned
-            around, as Q4_0's is where the largest value is positive.
-        maxshrink, patience, grid, norm, expand: of the search where there is no grid, as in ``memoryless_mse``.
+        signed (bool): whether scales may be negative, in symmetric formats. A grid with the integers ``-7 ... 8`` needs
+            a negative scale, as Q4_0 has where the largest value is positive. Default: True where the format allows it.
+        maxshrink, patience, grid, norm, expand: the search where there is no grid, with the meanings and defaults of
+            ``memoryless_mse``.
 
     Raises:
-        CalibrationError: observed is not a weight in integers.
+        CalibrationError: the observed tensor is not a weight, or the format is not an integer format.
 
     Reference:
         The estimate of a Q4_0 grid from the weights of ggml-org/llama.cpp, pull request 24603.
@@ -83,15 +88,17 @@ class LatticeObserver(MemorylessMSEObserver):
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        """Observe a weight as the base class does: flattened, also in blocks, and measured by :meth:`measure`."""
         return Observer.forward(self, value, g_idx)
 
     @override
     def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The statistics of a flattened weight: both ends of the ranges, ``steps`` and ``exact``."""
         step, lowest, exact = find_lattice(observed, self.args, self.signed)
         has_grid = step != 0
         low = lowest * step
         high = (lowest + 2**self.args.num_bits - 1) * step
-        if not self.signed and self.args.symmetric:  # the range of a positive scale reaches as far to both sides
+        if not self.signed and self.args.symmetric:  # a positive scale comes from a range with ends of equal magnitude
             high = (high - low) / 2
             low = -high
         range_low = torch.minimum(low, high)
@@ -104,13 +111,19 @@ class LatticeObserver(MemorylessMSEObserver):
 
     @property
     def grid_shares(self) -> GridShares:
-        """How much of the weight lies on a grid; values that are all zero count as a grid."""
+        """The share of the weight's scales whose values lie on a grid, and the share stored exactly.
+
+        Values that are all zero lie on a grid. Finalize reads it for the closing summary.
+        """
         on_grid = self.exact | (self.steps != 0)
         return float(on_grid.float().mean()), float(self.exact.float().mean())
 
     @override
     def get_qparams(self) -> QParamsDict:
-        """The qparams of the range, but with the grid's own step: a range does not give it to the last bit."""
+        """The qparams of the range, with the grid's step as the scale, which the range gives only up to rounding.
+
+        Scales of a fused set that share one range keep the scale of that range.
+        """
         qparams = super().get_qparams()
         if self._joins_ranges:
             return qparams

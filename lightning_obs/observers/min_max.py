@@ -1,4 +1,4 @@
-"""Observers whose range is the smallest and the largest value: of the last tensor, of all of them, or averaged."""
+"""Observers whose range is the smallest and the largest value: of the last tensor, of all tensors, or averaged."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from lightning_obs.observers.statistic import Statistic
 
 @Observer.register("memoryless_minmax")
 class MemorylessMinMaxObserver(Observer):
-    """The range of the last observed tensor. The default for weights, which are observed once.
+    """The smallest and the largest value of the last observed tensor. The default for weights, which are observed once.
 
     Observes ``(N, *Q, G)``: N observations, Q the shape of the scales, G values per scale. Ranges are ``(*Q,)``.
 
     Keyword Args:
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for weights
-            in symmetric integer formats. The larger end then has the lowest code, which has no positive counterpart.
+            in symmetric integer formats. The end of larger magnitude then gets the lowest code, which has no positive
+            counterpart. Default: False.
     """
 
     statistics = (
@@ -33,16 +34,17 @@ class MemorylessMinMaxObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> MinMaxTuple:
+        """The smallest and the largest value of a flattened tensor; the base class calls it for each tensor."""
         return observed_range(observed)
 
     def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
-        """The ranges of several tensors that stand one below the other, ``(tensors, *Q)`` each.
+        """The ranges of several tensors whose observations are concatenated, ``(tensors, *Q)`` each.
 
-        The experts of a layer are measured so, in one operation (:mod:`.segments`).
+        ``observe_segments`` calls it for the experts of a layer (:mod:`.segments`).
 
         Args:
-            observed: ``(N, *Q, G)``.
-            lengths: for each tensor the number of its rows, N together; on the device of ``observed``.
+            observed: the concatenated observations, ``(N, *Q, G)``.
+            lengths: the number of observations of each tensor, with the sum N; on the device of ``observed``.
         """
         row_lows, row_highs = torch.aminmax(observed, dim=-1)
         # unsafe=False would make the host wait for the lengths, to check their sum.
@@ -53,7 +55,10 @@ class MemorylessMinMaxObserver(Observer):
 
 @Observer.register("static_minmax")
 class StaticMinMaxObserver(MemorylessMinMaxObserver):
-    """The range of everything observed: exact for any batches, any order of them and any ranks."""
+    """The smallest and the largest of all observed values: the same for any batches, in any order, on any ranks.
+
+    Observes ``(N, *Q, G)``; ranges are ``(*Q,)``. It has the hyperparameters of ``memoryless_minmax``.
+    """
 
     statistics = (
         Statistic("min_vals", "min"),
@@ -70,7 +75,8 @@ class MovingAverageObserver(Observer):
     depends on the order of the batches and on how they are cut; ``static_minmax`` does not.
 
     Keyword Args:
-        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest range only.
+            Default: 0.01.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].
@@ -87,6 +93,7 @@ class MovingAverageObserver(Observer):
         (tensor([-2.1213]), tensor([2.1213]))
     """
 
+    # Ranks see different tensors; their averages are reduced to the mean.
     statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
     hyperparameters: ClassVar[Hyperparameters] = {"averaging_constant": 0.01}
     averaging_constant: float
@@ -97,6 +104,7 @@ class MovingAverageObserver(Observer):
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
+        """Average a tensor's range with the range so far; the base class calls it for each tensor."""
         low, high, *further = measured
         if self.has_statistics and self.averaging_constant != 1:
             c = self.averaging_constant
@@ -110,7 +118,9 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
     """A moving average of each tensor's smallest and largest value. The default for activations.
 
     Keyword Args:
-        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+        averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest range only. Default:
+            0.01.
+        signed (bool): as in ``memoryless_minmax``.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].

@@ -1,4 +1,8 @@
-"""Observers whose range loses least when it is quantized: of the last tensor, or averaged over tensors."""
+"""Observers that search the range with the least quantization error: of the last tensor, or averaged over tensors.
+
+Calibration makes them by name, as the scheme or the user's ``observers=`` says. The search itself is
+:mod:`lightning_obs.numerics.search`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from lightning_obs.observers.statistic import Statistic, observing
 
 @Observer.register("memoryless_mse")
 class MemorylessMSEObserver(Observer):
-    """The range of the last observed tensor, shrunk to where its quantization error is least.
+    """The range of the last observed tensor, shrunk to the candidate with the least quantization error.
 
     ``argmin over p of sum(|fake_quantize(x, p * expand * range) - x| ** norm)`` per scale, p = 1, 1 - 1/grid, ...,
     down to ``1 - maxshrink`` (excluded). For weights, which are observed once.
@@ -28,17 +32,18 @@ class MemorylessMSEObserver(Observer):
     units of the observed tensor.
 
     Keyword Args:
-        maxshrink (float): how much of the range may be given up, in [0, 1].
-        patience (int): consecutive p without an improvement of any scale that end the search.
-        grid (int): steps per unit of p.
-        norm (float): exponent of the error; 2 is the squared error, and a larger one penalizes large errors more.
-        expand (float): factor on the range before the search, at least 1.
+        maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.2.
+        patience (int): the search ends after this many p in a row without an improvement of any scale. Default: 5.
+        grid (float): number of candidates per unit of p. Default: 100.
+        norm (float): exponent of the error; 2 is the squared error, a larger one penalizes large errors more. Default:
+            2.4.
+        expand (float): factor on the range before the search, at least 1. Default: 1.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for weights
-            in symmetric integer formats. Candidates begin where candidates of positive scales do, at
-            ``2 ** bits / (2 ** bits - 1)`` times the range.
+            in symmetric integer formats. The widest candidate is then ``2 ** bits / (2 ** bits - 1)`` times the range,
+            whose scale has the magnitude of the widest candidate's scale without ``signed``. Default: False.
 
     Raises:
-        CalibrationError: a value outside of these.
+        CalibrationError: a hyperparameter outside its limits.
 
     Reference:
         The grid search of llm-compressor's ``memoryless_mse``; its norm of 2.4 is from GPTQ's reference code
@@ -61,7 +66,10 @@ class MemorylessMSEObserver(Observer):
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe one tensor; a weight in blocks is read block by block and not copied."""
+        """Search the range of one tensor and keep it as statistics; calibration calls it through ``observer(value)``.
+
+        A weight that divides into blocks is read block by block and not copied.
+        """
         if self.base_name != "weight" or not divides_in_blocks(value, self.args):
             return super().forward(value, g_idx)
         with observing(self):
@@ -71,10 +79,14 @@ class MemorylessMSEObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The searched range of a flattened tensor; the base class calls it for each tensor."""
         return self.search(observed)
 
     def search(self, observed: torch.Tensor) -> MinMaxTuple:
-        """The range of least error of each scale, ``(*Q,)``, from values ``(N, *Q, G)`` or a weight in blocks."""
+        """The range with the least error for each scale, ``(*Q,)``, of values ``(N, *Q, G)`` or of a weight in blocks.
+
+        Called by :meth:`measure` and :meth:`forward`, and by the observer ``lattice`` for scales without a grid.
+        """
         numbers = NumberGrid.of(self.args, self.signed)
         low, high = search_range(observed, options_of(self).search_on(numbers))
         return low, high
@@ -82,10 +94,15 @@ class MemorylessMSEObserver(Observer):
 
 @Observer.register("mse")
 class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
-    """A moving average of the range that loses least of each tensor.
+    """Searches the range of each observed tensor for the least error, and keeps a moving average of these ranges.
+
+    For activations, of which each batch brings a new tensor: ``range <- (1 - c) * range + c * searched range``,
+    starting with the first tensor's range. Ranges are ``(*Q,)``; ranks see different tensors, and their averages are
+    reduced to the mean.
 
     Keyword Args:
-        averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest only.
+        averaging_constant (float): c, the weight of the newest tensor, in (0, 1]. 1 keeps the newest range only.
+            Default: 0.01.
         maxshrink, patience, grid, norm, expand, signed: the search of each tensor, with the meanings and defaults of
             ``memoryless_mse``.
     """
@@ -96,10 +113,10 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
 
 @Observer.register("nvfp4_expanded_mse")
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """``memoryless_mse`` from 1.8 down to 0.8 times the range, in steps of 1.8/200: for weights in NVFP4.
+    """``memoryless_mse`` with candidates from 1.8 down to 0.8 times the range, in steps of 1.8/200: for NVFP4 weights.
 
-    Between 4 and 6, FP4 has no number. A range wider than the values moves the largest of them to 4, and the others to
-    where the numbers are dense.
+    FP4 has no number between 4 and 6. With a range wider than the values, the largest value is at 4 in place of 6, and
+    the other values are where the numbers of FP4 are dense.
     """
 
     hyperparameters: ClassVar[Hyperparameters] = {

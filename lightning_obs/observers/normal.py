@@ -1,4 +1,4 @@
-"""A range from mean and standard deviation."""
+"""The observer ``normal_observer``: a range from mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from lightning_obs.observers.statistic import Statistic
 
 @Observer.register("normal_observer")
 class NormalObserver(Observer):
-    """``mean - k * std`` to ``mean + k * std`` of everything observed.
+    """The range from ``mean - k * std`` to ``mean + k * std`` of all observed values.
 
-    For values that are normally distributed. The activations of language models are not, see ``percentile``.
-    Batches and ranks are merged exactly, up to float64 addition.
+    For values that are normally distributed. The activations of language models are not: see the observer
+    ``percentile``. Batches and ranks are combined exactly, up to float64 addition.
 
-    Observes ``(N, *Q, G)``, any strategy. Ranges are ``(*Q,)`` in float32. ``std`` is the sample's, with n - 1; a
-    single value has none and is its own range.
+    Observes ``(N, *Q, G)``, any strategy. Ranges are ``(*Q,)`` in float32. ``std`` is the sample standard deviation
+    (n - 1), 0 for a single value. ``number``, ``sums`` and ``squares`` are the moments from which it is computed.
 
     Keyword Args:
-        k (float): half of the range's width in standard deviations, above 0.
+        k (float): half of the range's width in standard deviations, above 0. Default: 2.
 
     Raises:
         CalibrationError: ``k`` not above 0.
@@ -40,10 +40,12 @@ class NormalObserver(Observer):
 
     @override
     def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The moments of one flattened tensor; the base class calls it for each batch and adds them up."""
         return measure_moments(observed)
 
     @override
     def get_min_max(self) -> MinMaxTuple:
+        """The range, ``(*Q,)`` each; the base class asks for it when qparams are computed."""
         require_statistics(self)
         moments = Moments(self.number, self.sums, self.squares)
         mean, std = mean_and_std(moments)

@@ -1,24 +1,25 @@
 """The base class of observers: a subclass writes one method.
 
-Phase 1: ``observer(value)`` flattens the value and hands it to ``update_statistics_from_observed``. Hooks call it at
+Phase 1: ``observer(value)`` flattens the value and passes it to ``update_statistics_from_observed``. Hooks call it at
 each forward of a module; a weight is observed once, at the end.
-Phase 2: ``observer.get_qparams()`` turns the statistics into scale, zero point and global scale, once all ranks have
+Phase 2: ``observer.get_qparams()`` computes scale, zero point and global scale from the statistics, once all ranks have
 the same statistics.
 
-A class written to the ecosystem's observers' guide runs here with its import line changed. Two differences are
-deliberate: a getter deletes nothing (``reset`` forgets), and the caller's ``args`` are copied, never changed, so that
+A class that is written to llm-compressor's guide for observers runs here with its import line changed. Two differences
+are deliberate: a getter deletes nothing (``reset`` does), and the caller's ``args`` are copied, never changed, so that
 observers made from the same ``args`` do not share hyperparameters.
 
-Instead, a class may declare its ``statistics`` (:mod:`.statistic`) and write ``measure``, the statistics of one tensor.
-Batches are then combined as declared.
+Alternatively, a class declares its ``statistics`` (:mod:`.statistic`) and writes ``measure``, which computes the
+statistics of one tensor. Batches are then combined as declared.
 
-A class is registered by name, in compressed-tensors' registry; a user's class may take the place of a built-in one.
+A class is registered by name, in compressed-tensors' registry; a user's class may replace a built-in one.
 
-A tensor is measured once for all modules that read it: q, k and v; gate and up; sessions that watch the same calls.
-Observers of one kind (class, tensor, ``args`` and hyperparameters) measure the same statistics in a tensor. Those that
-have seen the same tensors before hold the same statistic objects, and combining gives them the same object again: one
-histogram is added up and kept for q, k and v. The hooks (``calibration/hooks.py``) call :func:`observe_shared` at each
-forward. They keep the dict ``measured`` in a :class:`ReadCache`, for as long as modules read the same tensor.
+A tensor is measured once for all modules that read it: q, k and v; gate and up; the same module in several sessions.
+Observers of one *kind* (class, base name, ``args`` and hyperparameters) measure the same statistics of a tensor. If two
+of them have observed the same tensors so far, they hold the same statistic objects; then the combination with the next
+tensor is computed once, and both hold the result. So one histogram is added up and kept for q, k and v. The hooks
+(``calibration/hooks.py``) call :func:`observe_shared` at each forward. They keep the dict ``measured`` in a
+:class:`ReadCache` as long as modules read the same tensor.
 """
 
 from __future__ import annotations
@@ -49,10 +50,11 @@ from lightning_obs.observers.statistic import Statistics, declared_statistics, o
 
 __all__ = ["Key", "MinMaxTuple", "Observer", "QParamsDict"]
 
+#: smallest and largest value of each range
 MinMaxTuple: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-#: module name and base name: the place of an observer in a model
+#: module name and base name, which identify an observer in a model
 Key: TypeAlias = tuple[str, str]
-#: defaults by name; None: not declared
+#: default of each hyperparameter, by name; None: the class does not declare its hyperparameters
 Hyperparameters: TypeAlias = dict[str, Any] | None
 
 
@@ -60,21 +62,24 @@ Hyperparameters: TypeAlias = dict[str, Any] | None
 
 
 class Registry(RegistryMixin):
-    """The registry that the base class of all observers inherits; names are registered under that one class."""
+    """A registry of classes by name, with replacement: the base class of :class:`Observer`.
 
-    #: classes of users that took the place of a built-in one, by name
+    compressed-tensors' registry refuses a name twice. Here the newer class replaces the older one, with a warning.
+    """
+
+    #: name -> the class that replaced the one first registered under it
     _replacements: ClassVar[dict[str, type]] = {}
 
     @classmethod
     def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
-        """Register a class by name; ``@Observer.register("name")`` calls this.
+        """Register a class by name; the decorator ``@Observer.register("name")`` calls it.
 
-        A user's class under the name of another takes its place, with a warning.
+        If another class is registered under the name, the new class replaces it, with a warning.
 
         Args:
             value: the class.
-            name: of the observer; None: the name of the class.
-            alias: further names.
+            name: the name of the observer; None: the name of the class.
+            alias: further names for the class.
         """
         key = standardize_lookup_name(name or value.__name__)
         if key not in _registered_names(cls):
@@ -87,10 +92,12 @@ class Registry(RegistryMixin):
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:
-        """The class registered under ``name`` (``-`` and ``_`` are the same); called by ``load_from_registry``.
+        """The class registered under ``name``; ``load_from_registry`` calls it when a plan's observers are made.
+
+        ``-`` and ``_`` are the same in a name.
 
         Raises:
-            CalibrationError: no such name; the message lists the names there are.
+            CalibrationError: the name is unknown; the message lists the known names.
         """
         registered = _registered_names(cls)
         names = sorted(key.replace("-", "_") for key in registered)  # as users write them
@@ -107,7 +114,7 @@ class Registry(RegistryMixin):
 
 
 def _base_class(cls: type) -> Any:
-    """The first class below :class:`Registry` among a class's ancestors: names are registered under it."""
+    """The ancestor of ``cls`` that directly inherits :class:`Registry` (Observer): names are registered under it."""
     for ancestor in reversed(cls.__mro__):
         if issubclass(ancestor, Registry) and ancestor is not Registry:
             return ancestor
@@ -115,11 +122,13 @@ def _base_class(cls: type) -> Any:
 
 
 def _registered_names(cls: type) -> list[str]:
+    """All names and aliases of observers, in compressed-tensors' spelling."""
     base = _base_class(cls)
     return [*base.registered_names(), *base.registered_aliases()]
 
 
 def _full_name(cls: type) -> str:
+    """Module and name of a class, for the warning, and to recognize a class that is defined again."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -129,11 +138,17 @@ def _full_name(cls: type) -> str:
 class Observer(Statistics, Registry):
     """Gathers statistics of one tensor (a weight, an activation, an attention state) and computes its qparams.
 
+    A session makes one for each tensor that its plan quantizes with calibrated scales, by the observer's registered
+    name.
+
     Subclass it and write ``update_statistics_from_observed``, which sets ``min_vals`` and ``max_vals`` of shape
-    ``(*qparam_shape,)``. With other statistics, write ``has_statistics`` and ``get_qparams`` (or ``get_min_max``)
-    too. Any attribute set while observing is a statistic: ``reset`` forgets it, a NaN in it is found. Or declare
-    ``statistics`` and write ``measure``. An observer of weights that also wants the module's inputs declares statistics
-    ``of_inputs`` and writes ``measure_inputs(value)``, the statistics of one input ``(..., C)`` in their order.
+    ``(*qparam_shape,)``. A class with other statistics also writes ``has_statistics`` and ``get_qparams`` (or
+    ``get_min_max``). Any attribute that is set while observing is a statistic: ``reset`` deletes it, and a NaN in it is
+    an error.
+
+    Alternatively, declare ``statistics`` and write ``measure``. An observer of weights that needs the module's inputs
+    declares statistics with ``of_inputs`` and writes ``measure_inputs(value)``, which returns these statistics of one
+    input ``(..., C)``, in the order of the declaration.
 
     Args:
         base_name: the observed tensor: weight, input, output, q, k or v.
@@ -142,7 +157,8 @@ class Observer(Statistics, Registry):
 
     Raises:
         CalibrationError: an unknown base name; a hyperparameter that the class does not declare in
-            ``hyperparameters`` (a class that declares none takes any).
+            ``hyperparameters`` (a class that declares none takes any); signed scales or a rounding where they are not
+            possible.
 
     Examples:
         >>> args = QuantizationArgs(num_bits=8)
@@ -154,17 +170,19 @@ class Observer(Statistics, Registry):
         tensor([0.0235])
     """
 
-    #: declared hyperparameters and their defaults; each becomes an attribute. None: takes anything.
+    #: the hyperparameters that the class declares, with their defaults; each becomes an attribute, and those of parent
+    #: classes are added. None: the class takes any hyperparameter.
     hyperparameters: ClassVar[Hyperparameters] = None
 
-    #: whether scales may be negative, a hyperparameter of observers of weights; see
+    #: whether scales may be negative; a hyperparameter of some observers of weights, see
     #: :func:`~lightning_obs.numerics.qparams.signed_scale`
     signed = False
 
-    #: whether a per-tensor range is widened to cover the ranges of the whole fused set
+    #: whether a per-tensor range is widened to cover the ranges of the whole fused set; :meth:`fuse` sets it
     _joins_ranges = False
 
-    #: whether the NVFP4 global scale is rounded down to a power of two: group scales round alike for any such scale
+    #: whether the global scale of NVFP4 is rounded down to a power of two, which a search needs that rounds group
+    #: scales before the global scale is known
     _rounds_global_scale = False
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -173,14 +191,15 @@ class Observer(Statistics, Registry):
         self.base_name = base_name
         kwargs = {**(args.observer_kwargs or {}), **observer_kwargs}
         self.args = args.model_copy(deep=True, update={"observer_kwargs": kwargs})
-        #: equal for observers that measure the same statistics in a tensor
+        #: equal for observers that measure the same statistics of a tensor
         self.kind = (type(self), base_name, repr(self.args))
-        #: the other members of a set whose modules engines run as one: q, k and v; gate and up
+        #: the observers of the other modules that engines fuse with this module: q, k and v; gate and up
         self._fused_observers: list[Observer] = []
-        #: dtype of the module's weight; under autocast wider than that of the observed values
+        #: dtype of the module's weight, set by the owner: qparams get at least this dtype, also if autocast makes the
+        #: observed values narrower
         self.qparams_dtype: torch.dtype | None = None
         set_hyperparameters(self, kwargs)
-        #: how the weight is rounded once its scales are chosen; None: to the nearest number
+        #: how the weight is rounded once its scales are chosen; None: to nearest
         self.rounding = rounding_of(self.args)
         if self.rounding is not None and base_name != "weight":
             raise CalibrationError("only weights are rounded", got=f"rounding for {base_name}")
@@ -195,38 +214,52 @@ class Observer(Statistics, Registry):
     # ------------------------------------------------------------------ phase 1
 
     def __call__(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe one tensor; see :meth:`forward`."""
+        """Observe one tensor: call :meth:`forward`. Hooks call it with activations, finalize with weights."""
         return self.forward(value, g_idx)
 
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe one tensor (shapes: :func:`flatten_for_calibration`). An empty one changes nothing."""
+        """Flatten one tensor and update the statistics with it; an empty tensor changes nothing.
+
+        Called by :meth:`__call__`: for activations at each forward of the module, for a weight once at the end.
+
+        Args:
+            value: in one of the shapes that :func:`flatten_for_calibration` lists.
+            g_idx: for a weight in activation order, the group of each column; else None.
+
+        Returns:
+            The observer itself.
+        """
         if value.numel():
             with observing(self):
                 self.update_statistics_from_observed(flatten_for_calibration(value, self.base_name, self.args, g_idx))
         return self
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Take in one flattened tensor ``(num_observations, *qparam_shape, group_size)``; called by :meth:`forward`."""
+        """Update the statistics with a flattened tensor ``(num_observations, *qparam_shape, group_size)``.
+
+        Called by :meth:`forward` for each tensor. A user's class overrides this method, or :meth:`measure`.
+        """
         measured = self.measure(observed)
         self.combine(measured)
 
     def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The statistics of one flattened tensor, in the order of ``statistics``.
+        """Compute the statistics of one flattened tensor, in the order of ``statistics``; a subclass writes it.
 
-        They may depend on the tensor, ``args`` and hyperparameters alone, because observers of one kind share them.
+        Called for each observed tensor, once for all observers of one kind that read it. So the result may depend only
+        on the tensor, ``args`` and the hyperparameters.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement update_statistics_from_observed, or statistics and measure"
         )
 
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        """Combine the statistics of one tensor with the statistics so far, as declared."""
+        """Combine one tensor's statistics with the statistics so far, as declared. Called after :meth:`measure`."""
         combine_declared(self, measured, of_inputs=False)
 
     def observe_inputs(self, value: torch.Tensor) -> None:
-        """Take in an input ``(..., C)`` of the module whose weight is observed.
+        """Update the statistics of inputs with an input ``(..., C)`` of the module whose weight is observed.
 
-        Hooks call this at each forward of the module if ``needs_inputs``. An empty input changes nothing.
+        Hooks call it at each forward of the module if ``needs_inputs`` is True. An empty input changes nothing.
         """
         if not hasattr(self, "measure_inputs"):
             raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
@@ -238,7 +271,10 @@ class Observer(Statistics, Registry):
     # ------------------------------------------------------------------ phase 2
 
     def get_min_max(self) -> MinMaxTuple:
-        """The range, ``(*qparam_shape,)`` each, in the units of the observed tensor.
+        """The smallest and the largest value of each range, ``(*qparam_shape,)``, in the units of the observed tensor.
+
+        Called by :meth:`get_qparams`, by members of the fused set, and by finalize for the report. A subclass whose
+        statistics are not ``min_vals`` and ``max_vals`` overrides it.
 
         Raises:
             CalibrationError: nothing was observed.
@@ -247,7 +283,10 @@ class Observer(Statistics, Registry):
         return self.min_vals, self.max_vals
 
     def get_global_scale(self) -> torch.Tensor | None:
-        """Global scale ``(1,)`` shared by the fused set; None unless the strategy is tensor_group."""
+        """The global scale ``(1,)`` that the fused set shares; None unless the strategy is tensor_group.
+
+        Called by :meth:`get_qparams`.
+        """
         if self.args.strategy != QuantizationStrategy.TENSOR_GROUP:
             return None
         members = [self, *self._fused_observers]
@@ -257,9 +296,10 @@ class Observer(Statistics, Registry):
         return global_scale
 
     def get_qparams(self) -> QParamsDict:
-        """Compute scale, zero point and global scale, at the end of an observation (``calibration/finalize.py``).
+        """Compute scale, zero point and global scale from the statistics.
 
-        It changes nothing: a second call returns the same.
+        ``calibration/finalize.py`` calls it at the end of an observation. It changes nothing: a second call returns the
+        same.
 
         Raises:
             CalibrationError: nothing was observed, or the observed values hold NaN or infinity.
@@ -282,21 +322,23 @@ class Observer(Statistics, Registry):
     def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:
         """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``.
 
-        Called when the observers of a plan are made, and where an expert borrows the ranges of others.
+        Called when the observers of a plan are made, and again when an expert without data borrows the ranges of
+        others.
 
         Args:
-            observers: of modules that are fused.
-            join_ranges: where each has one range for its whole tensor, take the widest of all for each.
+            observers: the observers of the modules of one fused set, for the same base name.
+            join_ranges: if the observers have one range for the whole tensor, use the union of all their ranges for
+                each of them.
         """
         for observer in observers:
             observer._fused_observers = [member for member in observers if member is not observer]
             observer._joins_ranges = join_ranges and observer.args.strategy == QuantizationStrategy.TENSOR
 
     def sync_activation_stats(self) -> list[Any]:
-        """Start one all_reduce per statistic in ``_act_sync_dict`` and return the handles to wait for.
+        """Start one all_reduce for each statistic in ``_act_sync_dict``, and return the handles to wait for.
 
-        Only code written to the guide calls this; this package reduces all observers' statistics together
-        (:mod:`lightning_obs.ranks.sync`).
+        Only code written for llm-compressor's observers calls it; this package reduces the statistics of all observers
+        together (:mod:`lightning_obs.ranks.sync`).
         """
         handles = []
         for name, operation in self._act_sync_dict.items():
@@ -308,12 +350,14 @@ class Observer(Statistics, Registry):
 
 
 def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
-    """Combine new statistics with an observer's statistics so far, as its class declares it.
+    """Combine the statistics of one tensor with an observer's statistics so far, as its class declares it.
+
+    Called for each observed tensor and each observed input.
 
     Args:
-        observer: gets the combined statistics.
+        observer: its statistics are replaced by the combined ones.
         measured: the statistics of one tensor, in the order of the declaration.
-        of_inputs: they are of an input of the module, for the observer of its weight.
+        of_inputs: whether these are statistics of the module's inputs, for the observer of its weight.
     """
     declared = [statistic for statistic in observer.statistics if statistic.of_inputs == of_inputs]
     for statistic, newest in zip(declared, measured, strict=False):
@@ -322,7 +366,7 @@ def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_in
 
 
 def _joined_range_of(observer: Observer) -> MinMaxTuple:
-    """The range that covers the ranges of all members of an observer's fused set, ``(*Q,)`` each, for its scale."""
+    """The union of the ranges of all members of an observer's fused set, ``(*Q,)`` each, for ``get_qparams``."""
     low, high = observer.get_min_max()
     for member in observer._fused_observers:
         member_low, member_high = member.get_min_max()
@@ -332,7 +376,7 @@ def _joined_range_of(observer: Observer) -> MinMaxTuple:
 
 
 def require_statistics(observer: Observer) -> None:
-    """Raise a CalibrationError unless something was observed; for a ``get_min_max`` that computes from statistics."""
+    """Raise a CalibrationError if nothing was observed yet; getters call it before they read statistics."""
     if not observer.has_statistics:
         raise CalibrationError(
             f"No statistics available in {type(observer).__name__} ({observer.base_name})",
@@ -344,10 +388,14 @@ def require_statistics(observer: Observer) -> None:
 
 
 def set_hyperparameters(observer: Observer, kwargs: dict[str, Any]) -> None:
-    """Set an observer's hyperparameters, its class's and its class's parents', as attributes; for its constructor.
+    """Set the hyperparameters that an observer's class and its parents declare as attributes; for the constructor.
+
+    Args:
+        observer: the observer that is being constructed.
+        kwargs: values by name; a hyperparameter that is missing gets its default.
 
     Raises:
-        CalibrationError: a name in ``kwargs`` that is not declared; a value of another kind than the default's.
+        CalibrationError: a name in ``kwargs`` that is not declared; a value that is not of the default's type.
     """
     cls = type(observer)
     defaults = declared_hyperparameters(cls)
@@ -372,7 +420,7 @@ def set_hyperparameters(observer: Observer, kwargs: dict[str, Any]) -> None:
 
 
 def declared_hyperparameters(cls: type) -> dict[str, Any]:
-    """The hyperparameters of a class and of its parents, with their defaults."""
+    """The hyperparameters that a class and its parents declare, with their defaults; a subclass's default wins."""
     defaults: dict[str, Any] = {}
     for ancestor in reversed(cls.__mro__):
         defaults.update(vars(ancestor).get("hyperparameters") or {})
@@ -380,7 +428,14 @@ def declared_hyperparameters(cls: type) -> dict[str, Any]:
 
 
 def require(observer: Observer, name: str, is_valid: bool, expected: str) -> None:
-    """Raise a CalibrationError that names a hyperparameter and its value, unless it is valid; for constructors."""
+    """Raise a CalibrationError for a hyperparameter unless ``is_valid``; constructors of observers call it.
+
+    Args:
+        observer: has the hyperparameter as an attribute.
+        name: of the hyperparameter.
+        is_valid: whether the caller has found its value valid.
+        expected: the values that are valid, for the error.
+    """
     if not is_valid:
         value = repr(getattr(observer, name))
         raise CalibrationError(f"{type(observer).__name__}: {name}", got=value, expected=expected)
@@ -389,19 +444,21 @@ def require(observer: Observer, name: str, is_valid: bool, expected: str) -> Non
 # ---------------------------------------------------------------------- observers that read one tensor
 
 
-#: ids of an observer's statistics
+#: ``id()`` of each of an observer's statistics, which tells whether two observers hold the same objects
 Identities: TypeAlias = tuple[int, ...]
 
 
 @dataclass
 class ReadCache:
-    """Cache for modules that read one tensor in turn (q, k, v): its unmasked tokens, and its statistics.
+    """What was computed of the tensor that was read last, for the next module that reads it (q, then k, then v).
+
+    The hooks of a session share one (``calibration/observed_calls.py``).
 
     Attributes:
         tensor: a weak reference to the tensor that was read last; None: no tensor was read yet.
-        stamp: changes whenever the content of the tensor may have changed.
-        tokens: its tokens that count; None: they were not selected yet.
-        measured: its statistics, by kind of observer.
+        stamp: a value of the hook that differs if the content of the tensor may have changed.
+        tokens: the tensor's tokens that the token mask leaves; None: they were not selected yet.
+        measured: the tensor's :class:`Measurement` by kind of observer.
     """
 
     tensor: Callable[[], torch.Tensor | None] | None = None
@@ -410,27 +467,30 @@ class ReadCache:
     measured: dict[Hashable, Any] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is empty: a weak reference cannot be copied."""
+        """The state for a copy or a pickle: an empty cache, because a weak reference cannot be copied."""
         return vars(ReadCache())
 
     def forget(self) -> None:
-        """Forget the tensor and its statistics."""
+        """Empty the cache. Called when hooks are attached or detached, and when the token mask changes."""
         vars(self).update(vars(ReadCache()))
 
     def read(self, tensor: torch.Tensor, stamp: Hashable) -> None:
-        """Begin with a tensor, unless it is the one that was read last and it has not changed."""
+        """Empty the cache for a new tensor, unless it is the tensor that was read last, unchanged.
+
+        A hook calls it with each tensor before it uses ``tokens`` and ``measured``.
+        """
         is_last = self.tensor is not None and self.tensor() is tensor
         if not is_last or self.stamp != stamp:
             vars(self).update(vars(ReadCache(weakref.ref(tensor), stamp)))
 
 
 class Measurement(NamedTuple):
-    """The statistics of one tensor for one kind of observer.
+    """The statistics of one tensor for one kind of observer, and their combinations with earlier statistics.
 
     Attributes:
-        statistics: in the order in which the kind declares them.
-        combined: by the identities of the statistics before this tensor, these statistics (kept, because an id is only
-            unique while its object is alive) and the statistics with this tensor, by name.
+        statistics: the statistics of the tensor, in the order in which the kind declares them.
+        combined: key: the identities of an observer's statistics before this tensor. Value: these statistics (kept,
+            because an ``id()`` is unique only while its object is alive), and the combined statistics by name.
     """
 
     statistics: Sequence[torch.Tensor]
@@ -438,12 +498,12 @@ class Measurement(NamedTuple):
 
 
 def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-    """Observe an activation that other modules read, too; a hook calls this in place of ``observer(value)``.
+    """Observe an activation that other modules may read, too; a hook calls it in place of ``observer(value)``.
 
     Args:
-        observer: any; a class that writes ``update_statistics_from_observed`` observes by itself.
-        value: the tensor; an empty one changes nothing.
-        measured: by kind of observer, the measurements of ``value`` so far; added to.
+        observer: of any class; one that overrides ``update_statistics_from_observed`` is called without sharing.
+        value: the tensor; an empty tensor changes nothing.
+        measured: the measurements of ``value`` so far, by kind of observer; a new measurement is added.
     """
     observes_itself = type(observer).update_statistics_from_observed is not Observer.update_statistics_from_observed
     if observes_itself or not value.numel():
@@ -457,14 +517,14 @@ def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hasha
 
 
 def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
-    """Observe a module's input ``(..., C)`` for the observer of its weight; other modules read the tensor, too.
+    """Observe a module's input ``(..., C)`` for the observer of its weight; other modules may read the input, too.
 
-    A hook calls this in place of ``observer.observe_inputs(value)``.
+    A hook calls it in place of ``observer.observe_inputs(value)``.
 
     Args:
-        observer: of a weight, with ``needs_inputs``; a class that writes ``observe_inputs`` observes by itself.
-        value: the input; an empty one changes nothing.
-        measured: as of :func:`observe_shared`.
+        observer: of a weight, with ``needs_inputs``; one that overrides ``observe_inputs`` is called without sharing.
+        value: the input; an empty input changes nothing.
+        measured: as in :func:`observe_shared`.
     """
     observes_itself = type(observer).observe_inputs is not Observer.observe_inputs
     if observes_itself or not hasattr(observer, "measure_inputs") or not value.numel():
@@ -478,10 +538,11 @@ def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dic
 
 
 def _kind_of_inputs(observer: Observer) -> Hashable:
-    """A key that is equal for observers whose ``measure_inputs`` gives the same for an input.
+    """A key that is equal for observers whose ``measure_inputs`` returns the same for an input.
 
-    A class that declares ``_inputs_by`` beside its ``measure_inputs`` says that this method reads these fields of
-    ``args``, and no hyperparameter. Observers that weigh tokens are given other values, so they have another key.
+    A class that declares ``_inputs_by`` together with ``measure_inputs`` states that this method depends only on these
+    fields of ``args``, and on no hyperparameter. Observers that weigh tokens get weighted inputs, so they have a
+    different key.
     """
     measuring_class = next(cls for cls in type(observer).__mro__ if "measure_inputs" in vars(cls))
     fields = vars(measuring_class).get("_inputs_by")
@@ -501,11 +562,11 @@ def _combine_shared(
     """Combine an observer's statistics with a tensor's, once for all observers that hold the same statistics.
 
     Args:
-        observer: gets the combined statistics.
-        kind: equal for observers that measure the same in the tensor.
-        measure: computes the statistics of the tensor; called for the first observer of a kind.
-        measured: by kind, the measurements of the tensor so far; added to.
-        of_inputs: the tensor is an input of the module whose weight is observed.
+        observer: its statistics are replaced by the combined ones.
+        kind: equal for observers that measure the same statistics of the tensor.
+        measure: computes the statistics of the tensor; called only for the first observer of a kind.
+        measured: the measurements of the tensor so far, by kind; a new measurement is added.
+        of_inputs: whether the tensor is an input, for the observer of the module's weight.
     """
     with observing(observer):
         if kind not in measured:

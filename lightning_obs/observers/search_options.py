@@ -1,7 +1,7 @@
-"""The search for the range of least error, as observers hold it: its hyperparameters, and the candidates they give.
+"""The hyperparameters of a range search, and the candidates that follow from them.
 
-``memoryless_mse``, ``mse``, ``imatrix_mse``, ``local_hessian``, ``hessian`` and ``histogram`` declare these
-hyperparameters each with its own defaults. The search itself is :mod:`lightning_obs.numerics.search`.
+``memoryless_mse``, ``mse``, ``imatrix_mse``, ``local_hessian``, ``hessian`` and ``histogram`` have these
+hyperparameters, each with its own defaults. The search itself is :mod:`lightning_obs.numerics.search`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from lightning_obs.observers.observer import Observer, require
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """The candidates of a search, and when it ends; :func:`options_of` makes one of an observer's hyperparameters.
+    """The hyperparameters of a range search; :func:`options_of` makes one for each search of an observer.
+
+    A candidate is the observed range times ``expand`` times a factor.
 
     Args:
-        maxshrink: how much of the range may be given up, in [0, 1].
-        grid: steps per unit of the factor.
-        patience: consecutive candidates without an improvement of any scale that end the search; None: it visits all.
+        maxshrink: how much of the range may be given up, in [0, 1]: factors go from 1 down to ``1 - maxshrink``.
+        grid: number of factors per unit.
+        patience: the search ends after this many candidates in a row without an improvement of any scale; None: it
+            visits all candidates.
         norm: exponent of the error.
-        expand: factor on the range before the search, at least 1.
+        expand: factor on the observed range before the search, at least 1.
         signed: whether scales may be negative.
-        to_the_end: whether ``1 - maxshrink`` is a candidate, too.
+        to_the_end: whether the end ``1 - maxshrink`` is a factor, too.
     """
 
     maxshrink: float
@@ -44,9 +47,9 @@ class SearchOptions:
 
     @property
     def factors(self) -> list[float]:
-        """The factors on the expanded range to try, in their order: 1, 1 - 1/grid, ..., to above ``1 - maxshrink``.
+        """The factors in the order in which they are tried: 1, 1 - 1/grid, ..., all above ``1 - maxshrink``.
 
-        With ``to_the_end`` the last whole step that is not below ``1 - maxshrink`` is tried, too, and at least one
+        With ``to_the_end``, the last step that is not below ``1 - maxshrink`` is tried, too, and always at least one
         step: with maxshrink=0.64 and grid=36 the factors end at 1 - 23/36 = 0.361.
         """
         if not self.to_the_end:
@@ -55,9 +58,10 @@ class SearchOptions:
         return [1 - step / self.grid for step in range(steps + 1)]
 
     def widest(self, num_bits: int) -> float:
-        """The widest candidate, as a factor on the observed range.
+        """The widest candidate, as a factor on the observed range, for a format of so many bits.
 
-        Signed scales begin where positive ones do (:func:`~lightning_obs.numerics.qparams.signed_scale`).
+        With signed scales, it is wider by ``codes / (codes - 1)``, so that its scale has the magnitude of the widest
+        candidate's positive scale (:func:`~lightning_obs.numerics.qparams.signed_scale`).
         """
         codes = 2**num_bits
         if not self.signed:
@@ -65,22 +69,22 @@ class SearchOptions:
         return self.expand * codes / (codes - 1)
 
     def search_on(self, numbers: NumberGrid) -> GridSearch:
-        """The search, with these options, for ranges of a number format."""
+        """The search with these options for a number format, as ``numerics/search`` takes it."""
         expand = self.widest(numbers.args.num_bits)
         return GridSearch(numbers, self.factors, self.patience, self.norm, expand)
 
 
 def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
-    """The options that an observer's hyperparameters give.
+    """The search options in an observer's hyperparameters. Observers call it before each search.
 
     Args:
         observer: has the hyperparameters as attributes.
-        to_the_end: for observers that search by inputs, as llm-compressor's ``imatrix_mse``: also try the last step,
-            and visit all candidates if patience is 0.
+        to_the_end: for observers that search by inputs: try the last step, too, and visit all candidates if patience is
+            0. llm-compressor's ``imatrix_mse`` does so.
     """
     options = {}
     for field in fields(SearchOptions):
-        if hasattr(observer, field.name):  # histogram has no factor expand
+        if hasattr(observer, field.name):  # histogram has no hyperparameter `expand`
             options[field.name] = getattr(observer, field.name)
     if to_the_end and not observer.patience:
         options["patience"] = None
@@ -88,7 +92,7 @@ def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
 
 
 def check_options(observer: Observer) -> None:
-    """Raise a CalibrationError for a hyperparameter of the search outside its values; called by constructors."""
+    """Raise a CalibrationError for a search hyperparameter outside its limits; observers' constructors call it."""
     positive = (sys.float_info.min, sys.float_info.max, "a positive number")
     limits = {
         "maxshrink": (0.0, 1.0, "a value in [0, 1]"),
@@ -106,7 +110,8 @@ def check_options(observer: Observer) -> None:
 def divides_in_blocks(value: torch.Tensor, args: QuantizationArgs) -> bool:
     """Whether a weight has a scale for each block of rows and columns, and divides into whole blocks.
 
-    Such a weight is searched as it is, block by block; any other is padded and flattened into a copy.
+    Observers ask before they search: such a weight is searched block by block without a copy; any other weight is
+    flattened, and padded if necessary.
     """
     if args.strategy != QuantizationStrategy.BLOCK or value.ndim != 2:
         return False

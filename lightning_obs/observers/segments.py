@@ -1,8 +1,9 @@
-"""Observe the experts of a layer together: on an accelerator, a launch for each expert costs more than its few tokens.
+"""Observe the inputs of all experts of a layer together.
 
-A segment is the rows of one expert in the tensor of all. An observer takes segments if its class writes
-``measure_segments(observed, lengths)``, the statistics of several tensors that stand one below the other.
-``calibration/expert_tokens.py`` keeps the inputs of a layer's experts until all have run, and observes them here.
+On an accelerator, one launch for each expert would cost more time than its few tokens. ``calibration/expert_tokens.py``
+keeps the inputs of a layer's experts until all have run, concatenates them, and calls :func:`observe_segments`. A
+*segment* is the rows (tokens) of one expert in the concatenated tensor. An observer can be used so if its class has a
+method ``measure_segments(observed, lengths)``, which returns the statistics of each segment.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from lightning_obs.observers.statistic import new_like, observing
 
 
 def takes_segments(observer: Any) -> bool:
-    """Whether an observer can be given to :func:`observe_segments`.
+    """Whether an observer can be passed to :func:`observe_segments`; asked before an expert's input is kept for it.
 
-    Its class, or an ancestor, writes ``measure_segments``; and no subclass of that measures or observes otherwise.
+    True if its class has ``measure_segments``, and no class below the one that writes this method overrides
+    ``measure`` or ``update_statistics_from_observed``.
     """
     cls: Any = type(observer)
     for ancestor in cls.__mro__:
@@ -33,23 +35,24 @@ def takes_segments(observer: Any) -> bool:
 def observe_segments(
     observers: Sequence[Any], rows: torch.Tensor, lengths: Sequence[int], segment_of: Sequence[int]
 ) -> None:
-    """Observe a segment of the rows with each of several observers of one kind: the experts of a layer.
+    """Let several observers of one kind, of the experts of a layer, each observe its segment of the rows.
 
-    Segments are measured together and statistics combined together, in a number of operations that does not grow with
-    the number of observers. The statistics are those of ``observer(segment)``, one after the other.
+    The result is that of calling ``observer(segment)`` for each observer. But all segments are measured together and
+    all statistics combined together, so the number of operations does not grow with the number of observers. Called by
+    ``calibration/expert_tokens.py`` once all experts of a layer have run.
 
     Args:
-        observers: each once.
-        rows: activations ``(n, C)``, the segments one below the other.
-        lengths: rows of each segment; one without rows changes nothing.
-        segment_of: for each observer the index of the segment that it observes; several may observe the same.
+        observers: different observers of one kind.
+        rows: the concatenated segments, activations ``(n, C)``.
+        lengths: number of rows of each segment; an empty segment changes nothing.
+        segment_of: for each observer, the index of its segment; several observers may have the same segment.
     """
     first = observers[0]
     with observing(first):
         lengths_on_device = torch.tensor(lengths).to(rows.device, non_blocking=True)
         observed = flatten_for_calibration(rows, first.base_name, first.args)
-        measured = first.measure_segments(observed, lengths_on_device)  # each statistic of all segments
-        of_segments = list(zip(*measured, strict=True))  # all statistics of each segment
+        measured = first.measure_segments(observed, lengths_on_device)  # for each statistic, a row for each segment
+        of_segments = list(zip(*measured, strict=True))  # for each segment, all its statistics
         fresh: list[Any] = []
         fresh_segments = []
         begun: list[Any] = []
@@ -68,10 +71,12 @@ def observe_segments(
 
 
 def _combine_together(observers: Sequence[Any], segments: Sequence[Sequence[torch.Tensor]]) -> None:
-    """Combine each observer's statistics with the statistics of its segment, all observers in one operation.
+    """Combine each observer's statistics with the statistics of its segment, for all observers in one operation.
+
+    The statistics of all observers are stacked, and one temporary observer combines the stacks.
 
     Args:
-        observers: of one kind; all have statistics, or none has.
+        observers: of one kind; either all or none of them have statistics.
         segments: for each observer, the statistics of its segment, in the order of the declaration.
     """
     if not observers:
@@ -83,7 +88,7 @@ def _combine_together(observers: Sequence[Any], segments: Sequence[Sequence[torc
         for name in names:
             earlier[name] = torch.stack([getattr(observer, name) for observer in observers])
         together.load_statistics(earlier)
-    newest = zip(*segments, strict=True)  # each statistic of all segments
+    newest = zip(*segments, strict=True)  # for each statistic, that of all segments
     together.combine([torch.stack(values) for values in newest])
     combined = [getattr(together, name) for name in names]
     for index, observer in enumerate(observers):

@@ -1,12 +1,14 @@
-"""A statistic is declared once: its name, and how two of them are reduced to one.
+"""The statistics of observers: what a class declares of them, and what an observer does with them.
 
-From the declaration follow, and are written nowhere else: how batches are combined, how ranks are reduced, what
-``reset`` forgets, the values checked for NaN, and the saved state.
+A class declares each statistic once: its name, and the reduction that combines two values to one. From this
+declaration follow how batches are combined, how ranks are reduced, what ``reset`` deletes, which values are checked for
+NaN, and the saved state.
 
-A statistic that was not observed yet has no attribute, which stands for its identity: combining and reducing omit it.
-Its shape and dtype follow from the first tensor observed, so ranks agree on them (:mod:`lightning_obs.ranks`).
+Before the first tensor is observed, the attribute of a statistic does not exist; it stands for the identity of the
+reduction. The first tensor observed determines shape and dtype, so ranks have to exchange them
+(:mod:`lightning_obs.ranks`).
 
-A tensor is replaced when it changes, never written to: several observers may hold it.
+When a statistic changes, its tensor is replaced, never changed in place, because several observers may hold it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from lightning_obs.numerics.many_tensors import all_finite, widened
 
 #: reduction -> name of torch.distributed's ReduceOp
 _REDUCE_OPS = {"sum": "SUM", "mean": "AVG", "min": "MIN", "max": "MAX"}
-#: members that a subclass writes to observe differently from its parent
+#: members that a subclass overrides if it observes differently from its parent
 _OBSERVING_MEMBERS = {
     "forward",
     "update_statistics_from_observed",
@@ -37,13 +39,14 @@ _OBSERVING_MEMBERS = {
 
 
 class Statistic(NamedTuple):
-    """The declaration of one statistic, an attribute of an observer; a class lists its declarations in ``statistics``.
+    """The declaration of one statistic of an observer; a class lists its declarations in ``statistics``.
 
     Attributes:
-        name: of the attribute.
-        reduction: of batches and of ranks. ``sum``, ``min``, ``max``; ``mean``: over ranks (of batches the newest,
-            unless the observer combines them itself); ``keep``: the newest batch, the lowest rank that has it.
-        of_inputs: gathered of the inputs of the module whose weight is observed.
+        name: the name of the observer's attribute.
+        reduction: how batches are combined and ranks reduced: ``sum``, ``min`` or ``max``. ``mean``: the mean over
+            ranks; a newer batch replaces the older unless the observer combines them itself. ``keep``: the newest
+            batch, and the value of the lowest rank that has one.
+        of_inputs: whether the statistic is gathered from the inputs of the module whose weight is observed.
     """
 
     name: str
@@ -51,11 +54,11 @@ class Statistic(NamedTuple):
     of_inputs: bool = False
 
     def combine(self, earlier: torch.Tensor | None, newest: torch.Tensor) -> torch.Tensor:
-        """The statistic of two batches, in memory of its own; :meth:`.Observer.combine` calls this for each batch.
+        """The statistic of the batches so far and one more, as a new tensor. Called for each batch that is observed.
 
         Args:
-            earlier: of the batches so far; None before the first.
-            newest: of one batch.
+            earlier: the statistic of the batches so far; None before the first batch.
+            newest: the statistic of one batch.
         """
         if earlier is None or self.reduction in ("keep", "mean"):
             return newest.clone()  # it may be a view of the observed tensor
@@ -68,7 +71,8 @@ class Statistic(NamedTuple):
     def is_exact(self, value: Any) -> bool:
         """Whether reducing ``value`` with other values gives the same bits in any order.
 
-        Only such statistics of an incomplete observation are reduced when it is saved.
+        Asked when an incomplete observation is saved: only such statistics are reduced over ranks; others are saved for
+        each rank.
         """
         if self.reduction in ("min", "max"):
             return True
@@ -77,9 +81,11 @@ class Statistic(NamedTuple):
 
 
 def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
-    """The statistics that an ``_act_sync_dict`` declares: by name, a reduction as a ReduceOp or as text.
+    """Convert an ``_act_sync_dict``, as llm-compressor's observers have it, to declarations of statistics.
 
-    A reduction that is not known keeps its own name, for the error.
+    Args:
+        reductions: name of each statistic -> its reduction over ranks, a ReduceOp or its name. An unknown reduction is
+            kept as text, so that an error can name it.
 
     >>> of_sync_dict({"total": dist.ReduceOp.SUM, "high": "max"})[1].reduction
     'max'
@@ -88,7 +94,7 @@ def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
 
 
 def _reduction(operation: Any) -> str:
-    """Our name (``sum``) of a reduction that is written as a ReduceOp, as its name, or as our name, in any case."""
+    """The name of a reduction in this package (``sum``), from a ReduceOp or a name (``SUM``, ``sum``); else as text."""
     for reduction, name in _REDUCE_OPS.items():
         if isinstance(operation, str):
             if operation.upper() in (reduction.upper(), name):
@@ -99,45 +105,48 @@ def _reduction(operation: Any) -> str:
 
 
 class Statistics:
-    """The base of :class:`.Observer` that holds the statistics: what was gathered, saving and loading, ``reset``."""
+    """The base class of :class:`.Observer` that manages its statistics: reading, loading, checking, ``reset``.
+
+    Statistics are attributes of the observer.
+    """
 
     args: QuantizationArgs
     base_name: str
 
-    #: all statistics of the class, in the order in which ``measure`` returns them. Empty: not declared, or only in part
-    #: by ``_act_sync_dict``; then every attribute that observing changes is a statistic, too
+    #: all statistics of the class, in the order in which ``measure`` returns them. Empty: the class does not declare
+    #: them, or only some in ``_act_sync_dict``; then every attribute that observing changes is a statistic
     statistics: ClassVar[tuple[Statistic, ...]] = ()
 
-    #: the same as the ecosystem's guide writes it: statistic -> reduction over ranks
+    #: declarations as llm-compressor's observers have them: statistic -> reduction over ranks
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    #: whether the observer of a weight also wants the module's inputs: its owner calls ``observe_inputs``
+    #: whether the observer of a weight also needs the module's inputs; hooks then call ``observe_inputs``
     needs_inputs = False
 
-    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest values of everything observed
+    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest of all observed values
     keeps_extremes = False
 
-    #: attributes that are set from outside, which ``reset`` keeps, and that are not statistics
+    #: attributes that the observer's owner sets: ``reset`` keeps them, and they are no statistics
     _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite", "kind")
 
-    #: whether ``statistics`` are all that observing sets
+    #: whether ``statistics`` lists every attribute that observing sets
     _declares_all = False
 
-    #: whether the statistics were found to be finite since they were last changed
+    #: whether all statistics were found finite since they last changed
     is_finite = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Called for each new class: find out whether ``statistics`` are all that its observers set.
+        """Set the class attributes that follow from a new class's declarations; Python calls it for each subclass.
 
-        A class that declares ``statistics`` says so. A class that observes differently from its parent without
-        declaring its own has undeclared statistics.
+        A class that declares ``statistics`` states that observing sets nothing else. A class that observes differently
+        from its parent without declaring ``statistics`` may set other attributes, so its declaration is incomplete.
         """
         super().__init_subclass__(**kwargs)
         members = vars(cls).keys()
         observes_differently = bool(_OBSERVING_MEMBERS & members)
         if "statistics" in members:
             cls._declares_all = True
-            cls._act_sync_dict = {}  # for code written to the guide
+            cls._act_sync_dict = {}  # for code written for llm-compressor's observers
             for statistic in cls.statistics:
                 operation = _REDUCE_OPS.get(statistic.reduction)
                 if operation is not None:
@@ -149,9 +158,10 @@ class Statistics:
             cls.keeps_extremes = False
 
     def get_statistics(self) -> dict[str, Any]:
-        """Everything that was gathered, ``{attribute: value}``: to save it, send it to other ranks, or check it.
+        """All statistics gathered so far, ``{attribute: value}``.
 
-        Without a declaration that is every attribute that differs from a new observer's.
+        Called to save them, to reduce them over ranks, and to check them. If the class does not declare them all, every
+        attribute that differs from a new observer's is a statistic.
         """
         attributes = vars(self)
         statistics = {}
@@ -169,9 +179,12 @@ class Statistics:
         return statistics
 
     def load_statistics(self, statistics: Mapping[str, Any]) -> None:
-        """Take over statistics that were gathered elsewhere, by attribute: reduced over ranks, or from a saved state.
+        """Replace statistics by those that were gathered elsewhere: reduced over ranks, or from a saved state.
 
-        :meth:`reset` forgets them too.
+        Called by ``ranks/sync.py`` with the reduced statistics, and when a saved observation is loaded.
+
+        Args:
+            statistics: ``{attribute: value}``; other statistics stay as they are.
 
         Raises:
             CalibrationError: a name that no statistic can have, because the observer has another member of that name.
@@ -187,11 +200,11 @@ class Statistics:
         self.is_finite = False
 
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget everything observed, except the statistics named in ``keep``; settings and hyperparameters stay.
+        """Delete all statistics, except those named in ``keep``; settings and hyperparameters stay.
 
-        Called when an observation begins anew, and where statistics are not needed any more.
+        Called when an observation starts over, before a weight is observed again, and to free memory.
         """
-        if self._declares_all:  # a new observer costs much more
+        if self._declares_all:  # making a new observer, as below, takes much longer
             for statistic in self.statistics:
                 if statistic.name not in keep:
                     vars(self).pop(statistic.name, None)
@@ -207,7 +220,10 @@ class Statistics:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether anything was observed: the statistics of one tensor are set together, so the first tells of all."""
+        """Whether a tensor was observed. The statistics of one tensor are set together, so the first one tells.
+
+        Read before qparams are computed, and by ranks to find what each of them has observed.
+        """
         if self._declares_all:
             for statistic in self.statistics:
                 if not statistic.of_inputs:
@@ -215,9 +231,9 @@ class Statistics:
         return hasattr(self, "min_vals") and hasattr(self, "max_vals")
 
     def nonfinite_statistics(self) -> str | None:
-        """The number of NaN or infinite values of each statistic, as text for an error; None if all are finite.
+        """A text with the number of NaN or infinite values of each statistic, for an error; None if all are finite.
 
-        Asked for every observer before ranks reduce statistics, and by :meth:`.Observer.get_qparams`.
+        Called before ranks reduce statistics, and by :meth:`.Observer.get_qparams`.
         """
         statistics = self.get_statistics()
         if all_finite(statistics.values()):
@@ -236,39 +252,55 @@ class Statistics:
 
 
 def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
-    """The statistics that an observer declares, in ``statistics`` or, as the ecosystem's guide does, in a dict."""
+    """The statistics that an observer declares, in ``statistics`` or in ``_act_sync_dict``.
+
+    Called wherever statistics are combined, reduced over ranks, or saved.
+    """
     if observer._declares_all and "_act_sync_dict" not in vars(observer):
         return observer.statistics
     return of_sync_dict(observer._act_sync_dict)
 
 
 def input_statistics(observer: Statistics) -> list[str]:
-    """The names of the statistics that an observer of a weight gathers of the module's inputs."""
+    """The names of the statistics that an observer of a weight gathers from the module's inputs.
+
+    Finalize keeps them when it resets the observer to observe the weight again.
+    """
     return [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs]
 
 
 def observes_data(observer: Statistics) -> bool:
-    """Whether the statistics depend on the data that the model runs on: not where a weight alone is observed."""
+    """Whether an observer's statistics depend on data: those of activations, and of weights with their inputs.
+
+    Asked when an observation is set up; the others need no hooks.
+    """
     return observer.base_name != "weight" or observer.needs_inputs
 
 
 def lacks_inputs(observer: Statistics) -> bool:
-    """Whether the observer needs inputs and saw none. One whose hyperparameter ``strict`` is off goes without."""
+    """Whether an observer of a weight requires inputs of the module and has observed none.
+
+    False if its hyperparameter ``strict`` is False. Asked before the weight is searched.
+    """
     if not observer.needs_inputs or not getattr(observer, "strict", True):
         return False
     return not all(hasattr(observer, name) for name in input_statistics(observer))
 
 
 def is_reached(observer: Statistics) -> bool:
-    """Whether data reached the observer: a tensor of its own, or inputs for a weight that is observed at the end."""
+    """Whether an observer has observed all data that it needs.
+
+    That is its tensor, or, for a weight that is observed at the end, the inputs of the module. Ranks ask it at the end
+    of an observation, to find modules that no data reached.
+    """
     return observer.has_statistics or (observer.needs_inputs and not lacks_inputs(observer))
 
 
 def merges_extremes_only(observer: Statistics) -> bool:
-    """Whether an observer's statistics are minima and maxima only.
+    """Whether an observer's statistics are only minima and maxima.
 
-    Then ranks may have seen the same data, or other features of it: no sum counts anything twice. Tensor parallelism
-    takes no other observers.
+    Tensor parallelism allows no other observers of activations: its ranks see the same data, or different features of
+    the same data, which sums would count twice. Asked before a calibration starts.
     """
     reductions = {statistic.reduction for statistic in declared_statistics(observer)}
     return observer.keeps_extremes and reductions <= {"min", "max"}
@@ -279,9 +311,10 @@ def merges_extremes_only(observer: Statistics) -> bool:
 
 @contextmanager
 def observing(observer: Statistics) -> Iterator[None]:
-    """For a ``with`` block in which an observer changes its statistics: without gradients, outside inference mode.
+    """A context in which an observer changes its statistics: without gradients, and outside inference mode.
 
-    Lightning validates under inference mode, and a statistic that was made in it could not be updated in training.
+    Lightning validates in inference mode, and a tensor created there could not be used in training. Entering it also
+    marks the statistics as unchecked (``is_finite``).
     """
     with torch.inference_mode(False), torch.no_grad():
         observer.is_finite = False
@@ -289,14 +322,15 @@ def observing(observer: Statistics) -> Iterator[None]:
 
 
 def new_like(observer: Any) -> Any:
-    """An observer of the same class, tensor and hyperparameters that has seen nothing."""
+    """A new observer of the same class, base name and hyperparameters, without statistics."""
     return type(observer)(observer.base_name, observer.args)
 
 
 def equal_values(earlier: Any, later: Any) -> bool:
-    """Whether two values of an attribute are the same: tensors by dtype and elements, other values by ``==``.
+    """Whether two values of an attribute are equal: tensors by dtype and elements, other values by ``==``.
 
-    Two objects of a class that defines no equality are taken for the same.
+    Two objects of one class that defines no ``__eq__`` count as equal. Used to find which attributes observing has
+    changed, and whether a search can be reused.
     """
     if type(earlier) is not type(later):
         return False

@@ -1,7 +1,8 @@
-"""How one rank talks to the others: a reduction of tensors and a gather of objects; nothing else is needed.
+"""How a rank talks to the others, a reduction of tensors and a gather of objects, and how a rank's failure reaches all.
 
-A callback makes the :class:`Collectives` of Lightning's strategy, other callers those of ``torch.distributed``; they
-are handed to whatever runs on several ranks.
+A callback makes the :class:`Collectives` from Lightning's strategy (``callbacks/strategies.py``), other callers from
+``torch.distributed``. It is passed to all code that runs on several ranks. A *collective* is a call that every rank
+must make: a rank that makes it waits for the others.
 """
 
 from __future__ import annotations
@@ -17,31 +18,36 @@ from torch import distributed as dist
 
 from lightning_obs.errors import CalibrationError, require_no_failure, sendable
 
+#: operation of a reduction over ranks
 Op: TypeAlias = Literal["sum", "min"]
 
 
 def _reduce_alone(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+    """The reduction of a single process: the tensor itself."""
     return tensor
 
 
 def _gather_alone(value: Any) -> list[Any]:
+    """The gather of a single process: a list of its object."""
     return [value]
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """The collectives of this rank. The default is a single process, which talks to nobody.
+    """The collectives of this rank. The default is that of a single process.
+
+    Sessions, exports and the task ``weights`` are given one when they start.
 
     Attributes:
         reduce: ``(tensor, op) -> tensor``, over all ranks, with op ``"sum"`` or ``"min"``; it may work in place.
             Tensors are contiguous, of one dimension, of int32, int64 or float64, and of the same shape on every rank.
             In Lightning: ``lambda tensor, op: trainer.strategy.reduce(tensor, reduce_op=op)``.
-            Each rank must see different data, or sums count it twice: under tensor parallelism, reduce over the
+            Each rank must have different data, or sums count them twice: under tensor parallelism, reduce over the
             data-parallel group.
         gather_object: ``object -> list``: the objects of all ranks, in the order of the ranks.
-        rank: the place of this process in that list.
-        device: the device of the tensors that are reduced, and of statistics that only other ranks had.
-        size: how many ranks there are.
+        rank: the index of this process in that list.
+        device: the device of the tensors that are reduced, and of statistics that this rank gets from other ranks only.
+        size: the number of ranks.
     """
 
     reduce: Callable[[torch.Tensor, Op], torch.Tensor] = _reduce_alone
@@ -52,11 +58,11 @@ class Collectives:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """The collectives of ``torch.distributed``, for work outside of a Trainer.
+        """The collectives of ``torch.distributed``, for work without a Trainer: the task ``weights``, and export.
 
         Args:
-            group: the ranks; default: all of them.
-            device: default: the CPU with gloo, else the present CUDA device.
+            group: the ranks; default: all ranks.
+            device: the device of reduced tensors; default: the CPU with gloo, else the current CUDA device.
         """
         if device is None:
             is_on_host = "gloo" in dist.get_backend(group)
@@ -73,7 +79,10 @@ class Collectives:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The objects of all ranks, in the order of the ranks; ``value`` is this rank's and can be pickled."""
+    """Gather a picklable ``value`` of each rank; returns the values of all ranks, in their order. A collective.
+
+    It is ``gather_object`` of :class:`Collectives`, both here and in Lightning's.
+    """
     objects: list[Any] = [None] * dist.get_world_size(group)
     with all_ranks_answer():
         dist.all_gather_object(objects, value, group=group)
@@ -82,7 +91,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 
 @contextmanager
 def all_ranks_answer() -> Iterator[None]:
-    """For a ``with`` block around a collective: its failure becomes an error that points at the other ranks.
+    """A context around a collective that turns its failure into an error that points at the other ranks.
+
+    Used around the collectives that this package calls.
 
     Raises:
         CalibrationError: the collective failed or did not end within the group's time limit.
@@ -101,15 +112,15 @@ def all_ranks_answer() -> Iterator[None]:
 
 
 class Stretch:
-    """Work of this rank alone between two collectives; an error in it waits for the ranks' next agreement.
+    """Work of this rank alone between two collectives, whose errors are kept until all ranks can raise them.
 
     The other ranks enter the next collective whatever happens here, so this rank must enter it, too. A ``with`` block
-    of the object keeps the first error in :attr:`failure`. After the block, hand the failure to the next collective,
-    or call :meth:`agree`. A single process has nobody to wait for: there the block raises the error at once.
+    of the object keeps the first error in :attr:`failure`. After the block, pass the failure on with the next
+    collective, or call :meth:`agree`. In a single process no other rank waits, so the block raises the error at once.
 
     Args:
         collectives: of this rank.
-        failure: an earlier error of this rank that no agreement has raised yet.
+        failure: an earlier error of this rank that has not been raised yet.
 
     Attributes:
         failure: the first error; None if there is none.
@@ -129,12 +140,14 @@ class Stretch:
         return True
 
     def keep(self, error: Exception) -> None:
-        """Keep an error, unless an earlier one is kept."""
+        """Keep an error for :meth:`agree`, unless an earlier error is kept. Also called for errors caught elsewhere."""
         if self.failure is None:
             self.failure = error
 
     def agree(self) -> None:
-        """Raise the first failure of any rank on all ranks. Every rank must call this; it is one collective.
+        """Raise the first failure of any rank on all ranks, if there is one. It is a collective.
+
+        Called when the work between two collectives is done.
 
         Raises:
             CalibrationError: the same on every rank; it names the rank that failed.
@@ -149,9 +162,9 @@ class Stretch:
 
 @contextmanager
 def on_all_ranks(collectives: Collectives) -> Iterator[None]:
-    """For a ``with`` block that all ranks enter: an error of one rank in it is raised on all ranks at its end.
+    """A context that all ranks enter: an error of one rank in the block is raised on all ranks at its end.
 
-    For work between collectives that other ranks wait for: exports, and runs from files to files.
+    For work between collectives: exports, steps of stepwise calibration, and runs from files to files.
     """
     stretch = Stretch(collectives)
     with stretch:

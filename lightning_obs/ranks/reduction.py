@@ -1,22 +1,23 @@
 """Reduce the statistics of all observers in a few collectives: extremes, sums of integers, sums of floats.
 
-``sync.py`` calls :func:`reduce_statistics`, after all ranks have told each other what they hold.
+``sync.py`` calls :func:`reduce_statistics` after all ranks have exchanged which statistics they hold. An *extreme* is a
+minimum or a maximum.
 
-A model has hundreds of statistics, of a few bytes each, and an operation on one costs as much as on all. So statistics
-of one reduction are packed into one tensor, widened without loss, and unpacked afterwards. Hessians are not that small:
-sums of floats are reduced in buckets of 256 MiB, and the observers of a bucket take them over before the next one is
-packed.
+A model has hundreds of statistics, of a few bytes each, and a collective on one takes as long as on all. So statistics
+with the same reduction are packed into one tensor, widened without loss, and unpacked afterwards. Hessians are larger:
+sums of floats are reduced in buckets of 256 MiB, and the observers of a bucket get their results before the next bucket
+is packed.
 
-Minima and maxima are sent as integers that are ordered as the values are. One minimum of integers serves every dtype,
-and maxima too: ``~key`` reverses the order without overflow. -0.0 is less than 0.0, and NaN has a fixed place, where a
-minimum of floats gives each rank another result.
+Extremes are sent as integers (keys) that are ordered as the values are. One minimum of integers serves every dtype, and
+also maxima: ``~key`` reverses the order without overflow. -0.0 is less than 0.0, and NaN has a fixed place in the
+order; a minimum of floats may treat both differently on each rank.
 
-Integers beside floats (counts of tokens beside sums of squares) are sent with the floats if they are few. They are
+If the integers are few (the counts of tokens that accompany sums of squares), they are sent with the floats. They are
 split into halves, whose sums float64 holds exactly.
 
 Counts of a histogram are mostly zero: a bell-shaped tensor occupies about 6,000 of 65,536 bins, which are next to each
-other. So only blocks of bins in which some rank has counted are sent. A bit for each block takes 64 bytes for 65,536
-bins.
+other. So bins are divided into blocks, and only blocks that are *occupied*, with a count on some rank, are sent. A bit
+for each block takes 64 bytes for 65,536 bins.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lightning_obs.errors import CalibrationError, key_text
 from lightning_obs.observers import Key, Observer
 from lightning_obs.ranks.collectives import Collectives, Op, Stretch
 
-#: the dtype in which values of a dtype are ordered or compared, without loss
+#: dtype of a statistic -> the wider dtype in which its extremes are reduced, without loss; others cannot be reduced
 WIDE: dict[torch.dtype, torch.dtype] = {
     torch.float64: torch.float64,
     torch.int64: torch.int64,
@@ -44,18 +45,22 @@ WIDE: dict[torch.dtype, torch.dtype] = {
     ),
     **dict.fromkeys((torch.int32, torch.int16, torch.int8, torch.uint8), torch.int32),
 }
-#: the integers that stand for floats in a minimum
+#: dtype of floats -> the integers that are ordered as they are
 _ORDERED_AS: dict[torch.dtype, torch.dtype] = {torch.float32: torch.int32, torch.float64: torch.int64}
-#: bins of a block: one power of two of a histogram
+#: elements of a block: the bins of one power of two in a histogram
 BLOCK = 128
 #: size of a bucket of floating-point sums
 BUCKET_BYTES = 2**28
-#: up to this number, integers are sent with the floats, which saves a collective
+#: up to this number of integers, they are sent with the floats, which saves a collective
 _FEW_INTEGERS = 2**14
 
 
 class Form(NamedTuple):
-    """The facts about a statistic of an observer on which ranks must agree. ``reduction``: sum, mean, min or max."""
+    """The facts about a statistic of an observer on which ranks must agree before they reduce it.
+
+    ``name`` is the observer's attribute; ``reduction`` is sum, mean, min or max; ``shape`` and ``dtype`` are those of
+    one observer's value. ``sync.py`` makes one for each statistic of a rank.
+    """
 
     name: str
     reduction: str
@@ -64,7 +69,7 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements in one observer."""
+        """The number of elements of one observer's value."""
         return math.prod(self.shape)
 
     @property
@@ -74,28 +79,28 @@ class Form(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether only its occupied blocks are sent: for sums of integers that are long enough for that to pay."""
+        """Whether only its occupied blocks are sent: True for counts that are long enough to make this worthwhile."""
         is_count = self.reduction == "sum" and self.dtype == torch.int64
         return is_count and self.numel >= 16 * BLOCK and self.numel % (8 * BLOCK) == 0
 
 
 class SharedStatistic(NamedTuple):
-    """One statistic to reduce, for all observers that hold it on the same ranks."""
+    """One statistic to reduce, for all observers that hold it on the same ranks. ``sync.py`` makes the list of them."""
 
     form: Form
     keys: list[Key]  # the observers, in the same order on every rank
-    ranks: list[int]  # hold it; the others send its identity
-    blocks: Sequence[torch.Tensor | None]  # numbers of each observer's occupied blocks; None: everything is sent
+    ranks: list[int]  # the ranks that hold it; other ranks send the reduction's identity
+    blocks: Sequence[torch.Tensor | None]  # for each observer the indices of its occupied blocks; None: all is sent
 
     @property
     def numel(self) -> int:
-        """Number of elements of all observers together."""
+        """The number of elements of all observers together."""
         return len(self.keys) * self.form.numel
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A statistic in a packed tensor, and this rank's value of it for each observer; none if this rank lacks it."""
+    """A statistic to pack, and this rank's value of it for each observer; no values if this rank does not hold it."""
 
     statistic: SharedStatistic
     values: list[torch.Tensor] = field(default_factory=list)
@@ -107,22 +112,23 @@ def reduce_statistics(
     collectives: Collectives,
     stretch: Stretch,
 ) -> Iterator[dict[Key, dict[str, torch.Tensor]]]:
-    """Reduce statistics over ranks, one collective for each item of the iterator, which every rank must exhaust.
+    """Reduce statistics over ranks, with one collective for each item that is yielded.
 
-    Extremes come first, then integers: a sum that does not fit its dtype is an error before any sum is given out, and
-    extremes can be reduced again.
+    ``sync.py`` calls it at the end of an observation. Every rank must exhaust the iterator. Extremes come first, then
+    integers, then floats: if a sum of integers does not fit its dtype, the error is raised before an observer gets a
+    sum, and extremes can be reduced a second time.
 
     Args:
-        statistics: the same on every rank.
+        statistics: the statistics to reduce, the same list on every rank.
         observers: of this rank. They are read, not changed.
         collectives: of this rank.
-        stretch: keeps a failure of this rank alone; its reductions are made all the same.
+        stretch: keeps a failure of this rank; the rank still takes part in all reductions.
 
     Yields:
         For each reduction, the reduced statistics of this rank's observers, in new tensors.
 
     Raises:
-        CalibrationError: on every rank alike: a sum does not fit its dtype.
+        CalibrationError: a sum does not fit its dtype; the same error on every rank.
     """
     extremes: list[SharedStatistic] = []
     integers: list[SharedStatistic] = []
@@ -157,8 +163,8 @@ def _reduce_bucket(
 
     Args:
         packing: how statistics of this reduction are packed.
-        bucket: the same on every rank.
-        observers, collectives, stretch: as for :func:`reduce_statistics`.
+        bucket: the statistics to reduce, the same on every rank.
+        observers, collectives, stretch: as in :func:`reduce_statistics`.
 
     Returns:
         The reduced statistics of this rank's observers, by observer and name.
@@ -169,7 +175,7 @@ def _reduce_bucket(
         for statistic in bucket:
             entries.append(_Entry(statistic, _values_of(statistic, observers, collectives.rank)))
         packed = packing.pack(entries, collectives.device)
-    if packed is None:  # this rank failed; the others reduce in any case
+    if packed is None:  # this rank failed, but the others reduce, so it takes part with identities
         entries = [_Entry(statistic) for statistic in bucket]
         packed = packing.pack(entries, collectives.device)
     unpacked = packing.unpack(entries, collectives.reduce(packed, packing.op))
@@ -178,7 +184,7 @@ def _reduce_bucket(
     try:
         for entry, totals in zip(entries, unpacked, strict=True):
             statistic = entry.statistic
-            if statistic.keys[0] not in observers:  # a rank has all of these observers or none
+            if statistic.keys[0] not in observers:  # a rank has either all observers of a statistic or none
                 continue
             for key, total in zip(statistic.keys, _on_devices_of(entry.values, totals), strict=True):
                 reduced.setdefault(key, {})[statistic.form.name] = total
@@ -190,23 +196,24 @@ def _reduce_bucket(
 
 
 def _values_of(statistic: SharedStatistic, observers: Mapping[Key, Observer], rank: int) -> list[torch.Tensor]:
-    """This rank's value of a statistic for each of its observers; empty if this rank lacks it."""
+    """This rank's value of a statistic for each of its observers; empty if this rank does not hold it."""
     if rank not in statistic.ranks:
         return []
     return [getattr(observers[key], statistic.form.name) for key in statistic.keys]
 
 
 def _on_devices_of(values: list[torch.Tensor], totals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Totals, each on the device of this rank's value; as they are if this rank has none."""
+    """Move each reduced value to the device of this rank's own value; without own values, leave them as they are."""
     if not values:
         return totals
     return [total.to(value.device) for total, value in zip(totals, values, strict=True)]
 
 
 def _in_buckets(statistics: Iterable[SharedStatistic]) -> Iterator[list[SharedStatistic]]:
-    """Distribute statistics to buckets of at most ``BUCKET_BYTES`` in float64, each of which is reduced at once.
+    """Distribute statistics to buckets of at most ``BUCKET_BYTES`` in float64; each bucket is reduced at once.
 
-    The observers of a statistic may be divided among buckets; a larger statistic of one observer is a bucket itself.
+    The observers of a statistic may be divided among buckets. If one observer's value is larger than a bucket, it gets
+    a bucket of its own.
     """
     bucket: list[SharedStatistic] = []
     bytes_left = BUCKET_BYTES
@@ -231,7 +238,9 @@ def _in_buckets(statistics: Iterable[SharedStatistic]) -> Iterator[list[SharedSt
 
 
 def ordered(values: torch.Tensor) -> torch.Tensor:
-    """Integers ordered as the values are, one for each bit pattern: int32 for float32, int64 for float64.
+    """Map values to integers that are ordered as the values are: float32 to int32, float64 to int64.
+
+    Each bit pattern has its own integer. Integers are returned as they are. Used to pack extremes.
 
     >>> ordered(torch.tensor([-float("inf"), -1.0, -0.0, 0.0, 1.0])).diff().gt(0).all()
     tensor(True)
@@ -243,7 +252,7 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
 
 
 def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undo :func:`ordered`: the values, in ``dtype`` float32, float64, int32 or int64, that the integers stand for."""
+    """Undo :func:`ordered`: the values for which the integers stand, in ``dtype`` float32, float64, int32 or int64."""
     if dtype not in _ORDERED_AS:
         return keys.to(dtype)
     keys = keys.to(_ORDERED_AS[dtype])
@@ -251,12 +260,15 @@ def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _magnitude_of_negatives(keys: torch.Tensor) -> torch.Tensor:
-    """A mask of the bits to flip: all but the sign of negative floats, which are larger the smaller the value is."""
+    """A mask of the bits to flip: for negative floats all but the sign bit, for others none.
+
+    Read as an integer, the bits of a negative float grow with its magnitude, so their order has to be reversed.
+    """
     return (keys >> (torch.iinfo(keys.dtype).bits - 1)) & torch.iinfo(keys.dtype).max
 
 
 def _pack_extremes(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
-    """Minima and maxima of all dtypes as one tensor, for one minimum of integers that are ordered as the values are."""
+    """Pack extremes of all dtypes into one tensor of integers (:func:`ordered`), for one minimum over ranks."""
     keys_of_entries = []
     for entry in entries:
         form = entry.statistic.form
@@ -286,7 +298,7 @@ def _unpack_extremes(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterat
 
 
 def _in_memory_of_their_own(values: torch.Tensor) -> Sequence[torch.Tensor]:
-    """The items of the first dimension as copies: a view would keep the whole packed tensor alive."""
+    """Copies of the items of the first dimension; views would keep the whole packed tensor alive."""
     copies: Sequence[torch.Tensor] = torch.unbind_copy(values)  # type: ignore[func-returns-value, assignment]
     return copies
 
@@ -295,16 +307,19 @@ def _in_memory_of_their_own(values: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
-    """Which blocks of :data:`BLOCK` elements of each tensor are not all zero, for the description of a rank.
+    """Find the blocks of :data:`BLOCK` elements that are not all zero. ``sync.py`` adds them to a rank's description.
+
+    Args:
+        values: tensors of integers whose number of elements is a multiple of 8 blocks.
 
     Returns:
-        For each tensor a bit for each block, the lowest bit of a byte first.
+        For each tensor, a bit for each block, the lowest bit of a byte first.
     """
     if not values:
         return []
     device = values[0].device
     occupied = [(value.reshape(-1, BLOCK) != 0).any(1).to(device) for value in values]
-    flags = torch.cat(occupied).cpu().numpy()  # one copy to the host for all of them
+    flags = torch.cat(occupied).cpu().numpy()  # one copy to the host for all tensors
     bits_of_tensors = []
     start = 0
     for value in values:
@@ -315,16 +330,20 @@ def occupied_blocks(values: list[torch.Tensor]) -> list[bytes]:
 
 
 def union_of_blocks(bits_of_ranks: Iterable[bytes]) -> torch.Tensor:
-    """Numbers of the blocks that are occupied on at least one rank, ascending, in int64."""
+    """The indices of the blocks that are occupied on at least one rank, ascending, in int64.
+
+    ``sync.py`` calls it with the bits from the descriptions of all ranks that hold a statistic.
+    """
     masks = [np.frombuffer(bits, np.uint8) for bits in bits_of_ranks]
     union = np.bitwise_or.reduce(masks)
     return torch.from_numpy(np.flatnonzero(np.unpackbits(union, bitorder="little")))
 
 
 def _pack_sums(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
-    """Sums as one tensor in float64 or int64, without blocks that are empty on all ranks; zeros if this rank has none.
+    """Pack sums and means into one tensor in float64 or int64, without blocks that are empty on all ranks.
 
-    Integers among floats are sent as two halves of 32 bits, whose sums over ranks are exact in float64.
+    A statistic that this rank does not hold is zero. Integers among floats are packed as two halves of 32 bits, whose
+    sums over ranks are exact in float64.
     """
     dtype = _sum_dtype(entries)
     lengths = _sent_lengths(entries)
@@ -346,7 +365,7 @@ def _pack_sums(entries: Sequence[_Entry], device: torch.device) -> torch.Tensor:
 def _unpack_sums(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[Sequence[torch.Tensor]]:
     """Yield, for each packed statistic, the sum or mean over ranks for each of its observers.
 
-    A mean is the sum divided by the number of ranks that have it.
+    A mean is the sum divided by the number of ranks that hold the statistic.
     """
     segments = iter(reduced.split(_sent_lengths(entries)))
     for entry in entries:
@@ -367,7 +386,7 @@ def _unpack_sums(entries: Sequence[_Entry], reduced: torch.Tensor) -> Iterator[S
 
 
 def _sum_dtype(entries: Sequence[_Entry]) -> torch.dtype:
-    """The dtype in which a bucket of sums is reduced: float64 if there is a float among them."""
+    """The dtype in which a bucket of sums is reduced: float64 if the bucket holds a float, else int64."""
     for entry in entries:
         if entry.statistic.form.dtype.is_floating_point:
             return torch.float64
@@ -375,12 +394,12 @@ def _sum_dtype(entries: Sequence[_Entry]) -> torch.dtype:
 
 
 def _is_halved(form: Form, sum_dtype: torch.dtype) -> bool:
-    """Whether a statistic's integers are sent as halves, in a bucket of ``sum_dtype``."""
+    """Whether a statistic's integers are sent as halves, because the bucket's ``sum_dtype`` is a float."""
     return sum_dtype.is_floating_point and not form.dtype.is_floating_point
 
 
 def _halves(integers: torch.Tensor) -> torch.Tensor:
-    """The higher 32 bits of each integer, then the lower ones, in float64.
+    """Split integers: the upper 32 bits of each, then the lower 32 bits of each, in float64.
 
     >>> _from_halves(_halves(torch.tensor([-1, 2**62 + 1]))).tolist() == [-1, 2**62 + 1]
     True
@@ -390,7 +409,7 @@ def _halves(integers: torch.Tensor) -> torch.Tensor:
 
 
 def _from_halves(halves: torch.Tensor) -> torch.Tensor:
-    """The integers of :func:`_halves`, or of sums of them."""
+    """Undo :func:`_halves`, also for sums of halves."""
     high, low = halves.to(torch.int64).chunk(2)
     return (high << 32) + low
 
@@ -409,14 +428,18 @@ def _sent_lengths(entries: Sequence[_Entry]) -> list[int]:
 
 
 def _with_empty_blocks(sums: torch.Tensor, form: Form, blocks: torch.Tensor) -> torch.Tensor:
-    """One observer's sum in its whole shape, from the sums of its occupied blocks; the others are zero."""
+    """One observer's sum in its full shape, from the sums of its occupied blocks; all other blocks are zero."""
     whole = sums.new_zeros(form.numel // BLOCK, BLOCK)
     whole[blocks.to(sums.device)] = sums.view(-1, BLOCK)
     return whole.view(form.shape)
 
 
 def _narrowed(sums: torch.Tensor, form: Form, key: Key) -> torch.Tensor:
-    """One observer's sum in its dtype, as a copy: a view would keep the whole packed tensor alive."""
+    """One observer's sum in its dtype, as a copy, since a view would keep the whole packed tensor alive.
+
+    Raises:
+        CalibrationError: a sum of integers does not fit the dtype.
+    """
     narrow = sums.to(form.dtype, copy=True)
     if not form.dtype.is_floating_point and (sums != narrow).any():
         raise CalibrationError(
@@ -428,7 +451,7 @@ def _narrowed(sums: torch.Tensor, form: Form, key: Key) -> torch.Tensor:
 
 
 class _Packing(NamedTuple):
-    """A reduction of one packed tensor: its operation, how entries are packed, and how totals are unpacked."""
+    """How statistics of one reduction are packed into a tensor, the operation on it, and how the result is unpacked."""
 
     op: Op
     pack: Callable[[Sequence[_Entry], torch.device], torch.Tensor]
@@ -443,19 +466,19 @@ _SUMS = _Packing("sum", _pack_sums, _unpack_sums)
 
 
 class _TensorName(str):
-    """Takes the place of a tensor in a nest of dicts and lists."""
+    """A placeholder for a tensor in nested dicts and lists: the tensor's name in the safetensors bytes."""
 
 
 def pack_tensors(nest: Any) -> tuple[Any, bytes]:
-    """Prepare statistics without a reduction to be sent to other ranks.
+    """Take the tensors out of statistics that have no reduction, before ``sync.py`` sends them with its description.
 
-    Pickling takes a hundredth of the time this way, and torch cannot unpickle float8.
+    Pickling what is left takes a hundredth of the time, and torch cannot unpickle float8 tensors.
 
     Args:
-        nest: dicts and lists that hold tensors.
+        nest: nested dicts and lists that hold tensors.
 
     Returns:
-        The nest with names in place of its tensors, and the tensors in the format of safetensors.
+        The nest with names in place of its tensors, and the tensors as bytes in the format of safetensors.
     """
     tensors: dict[str, torch.Tensor] = {}
 
@@ -469,6 +492,6 @@ def pack_tensors(nest: Any) -> tuple[Any, bytes]:
 
 
 def unpack_tensors(nest: Any, packed: bytes, device: torch.device) -> Any:
-    """Undo :func:`pack_tensors`; tensors are on ``device``."""
+    """Undo :func:`pack_tensors` on a rank that received the statistics; the tensors are put on ``device``."""
     tensors = safetensors.torch.load(packed)
     return tree_map_only(_TensorName, lambda name: tensors[name].to(device), nest)

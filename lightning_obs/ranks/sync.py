@@ -1,23 +1,23 @@
 """Give all ranks the same statistics: of data by :func:`sync_statistics`, of weights by :func:`share_weights`.
 
-At the end of an observation ``calibration/finalize.py`` calls the former. Then the search of weights calls the latter:
-each rank searches its share of the weights, and all ranks get the results.
+At the end of an observation, ``calibration/finalize.py`` calls :func:`sync_statistics`. Then it searches the weights'
+ranges by :func:`share_weights`: each rank searches its share of the weights, and all ranks get the results.
 
-Ranks see different batches and must write identical scales. The difficulty: a collective that one rank does not enter
-hangs the others, so no data, gap or failure of a single rank may decide which collectives come next.
+Ranks see different batches and must write identical scales. The difficulty: if one rank does not enter a collective,
+the others hang, so neither the data nor a failure of a single rank may decide which collectives come next.
 
-Method: each rank describes its statistics to all others, in one gather. From the same descriptions every rank derives
-the same list of reductions in the same order, or the same error. Then there is one collective for each kind of
-reduction: all minima and maxima as one minimum of integers, all sums of integers, all sums and means of floats
-(:mod:`~lightning_obs.ranks.reduction`). A rank that lacks a statistic sends the reduction's identity. A mean is a sum
-and the number of ranks that have it. Statistics are matched by name, never by position, so an expert's statistics
-cannot end up in another expert.
+Method: each rank sends a *description* of its statistics to all others, in one gather. From the same descriptions every
+rank derives the same list of reductions in the same order, or the same error. Then there is one collective for each
+kind of reduction: all minima and maxima as one minimum of integers, all sums of integers, all sums and means of floats
+(:mod:`~lightning_obs.ranks.reduction`). A rank that lacks a statistic sends the reduction's identity. A mean is reduced
+as a sum, and divided by the number of ranks that hold it. Statistics are matched by name, never by position, so an
+expert's statistics cannot end up in another expert.
 
 Extremes and sums of integers have the same bits for any partition of the data over ranks. Floats are added in float64,
 in the order of the backend, and every rank gets the same bits. A statistic without a reduction (the range of the last
-tensor, undeclared attributes) is sent with the descriptions, and the lowest rank that has it wins. Statistics that only
-one rank holds (its experts') are not reduced. Global scales of fused sets (q, k, v) are computed afterwards, from
-ranges that are then the same on every rank.
+tensor, an undeclared attribute) is sent with the description, and all ranks take the value of the lowest rank that has
+one. Statistics that only one rank holds (of its experts) are not reduced. Global scales of fused sets (q, k, v) are
+computed afterwards, from ranges that are then the same on every rank.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 
 @dataclass(frozen=True)
 class Synced:
-    """The outcome of :func:`sync_statistics` or :func:`share_weights`; the same on every rank, except for ``failure``.
+    """The result of :func:`sync_statistics` or :func:`share_weights`; the same on every rank, except for ``failure``.
 
     Attributes:
         unreached: observers that no data reached on any rank, sorted.
-        owners: for each weight the rank that searches its range (:func:`partition`).
-        collectives: how many collectives the sync took.
-        notes: the note of each rank (:func:`sync_statistics`).
-        failure: a failure of this rank alone, after the descriptions were exchanged; to be raised on all ranks by their
-            next agreement (:class:`.Stretch`).
+        owners: for each weight, the rank that searches its range (:func:`partition`).
+        collectives: the number of collectives that were made.
+        notes: the ``note`` of each rank, an argument of :func:`sync_statistics`.
+        failure: a failure of this rank after the descriptions were exchanged. The caller passes it to its
+            :class:`.Stretch`, which raises it on all ranks.
     """
 
     unreached: list[Key]
@@ -77,20 +77,23 @@ def sync_statistics(
     failure: Exception | None = None,
     note: Any = None,
 ) -> Synced:
-    """Give every observer the statistics of all ranks' data. Every rank must call this.
+    """Replace the statistics of every observer by those of all ranks' data. Every rank must call it.
 
-    An observer that saw nothing on this rank has statistics afterwards too; ``reset`` forgets them.
+    Called by finalize at the end of an observation, and when an incomplete observation is saved. Afterwards, an
+    observer that observed nothing on this rank has statistics, too.
 
     Args:
-        observers: this rank's observers, by module name and base name; other ranks may hold others.
+        observers: this rank's observers, by module name and base name; other ranks may hold other observers.
         collectives: of this rank.
-        weights: number of elements of each weight that this rank holds, to assign the search for their ranges to ranks.
+        weights: number of elements of each weight that this rank holds; the weights are assigned to ranks, which then
+            search their ranges.
         failure: an earlier failure of this rank, to be raised on all ranks.
         note: a small object to send to all ranks.
 
     Raises:
-        CalibrationError: on every rank alike: NaN or infinity in the statistics of a rank; ranks whose statistics of
-            one module differ in shape, dtype or reduction; a reduction that cannot be made; a rank's failure.
+        CalibrationError: the same error on every rank: NaN or infinity in the statistics of a rank; ranks whose
+            statistics of one module differ in shape, dtype or reduction; a statistic that cannot be reduced; a failure
+            of a rank.
 
     >>> from compressed_tensors.quantization import QuantizationArgs
     >>> observer = Observer.load_from_registry("static_minmax", base_name="input", args=QuantizationArgs())
@@ -108,17 +111,19 @@ def share_weights(
     collectives: Collectives,
     failure: Exception | None = None,
 ) -> Synced:
-    """Search the weights' ranges, each on the rank that owns it, and give every rank the same bits.
+    """Search the range of each weight on the rank that owns it, and give the results to every rank. All must call it.
+
+    Called by finalize after :func:`sync_statistics`, for weights that FSDP shards by ``calibration/sharded_weights.py``.
 
     Args:
         observers: observers of the weights that this rank holds.
-        owners: the rank of each of these weights (:attr:`Synced.owners`).
-        search: makes the observer of a key observe its weight; called for the keys that this rank owns.
+        owners: the rank that searches each of these weights (:attr:`Synced.owners`).
+        search: a function that lets the observer of a key observe its weight; called for the keys that this rank owns.
         collectives: of this rank.
-        failure: an earlier failure of this rank, to be raised on all ranks; then this rank searches nothing.
+        failure: an earlier failure of this rank, to be raised on all ranks; this rank then searches nothing.
 
     Raises:
-        CalibrationError: on every rank alike: a rank's failure; the search failed on a rank, or found NaN or infinity.
+        CalibrationError: the same error on every rank: a failure of a rank, or NaN or infinity in a weight.
     """
     searched: set[Key] = set()
     if failure is None:
@@ -137,10 +142,12 @@ def share_weights(
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
     """Assign items of work to ranks: largest first, each to the rank with the least work so far.
 
+    Called to distribute the search of weights.
+
     Args:
-        sizes: the work of each item.
-        ranks: how many ranks there are.
-        holders: for each item the ranks that can do it; by default all.
+        sizes: the amount of work of each item.
+        ranks: the number of ranks.
+        holders: for each item, the ranks that can do it; default: all ranks.
 
     Returns:
         The rank of each item.
@@ -148,7 +155,8 @@ def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]]
     >>> partition([4, 4, 6, 2], ranks=2)
     [1, 1, 0, 0]
     """
-    # compressed-tensors' greedy_bin_packing assigns in the same way. It knows no holders: a rank may hold some experts.
+    # compressed-tensors' greedy_bin_packing assigns in the same way, but to any rank. Here a rank may hold some experts
+    # only, and can search no others.
     work_of_ranks = [0] * ranks
     owners = [0] * len(sizes)
     for item in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
@@ -167,15 +175,17 @@ def _sync(
     failure: Exception | None,
     reduced: bool,
 ) -> Synced:
-    """Describe this rank's statistics, exchange descriptions, reduce, and let the observers take over the result.
+    """Describe this rank's statistics, exchange descriptions, reduce, and load the result into the observers.
+
+    The common part of :func:`sync_statistics` and :func:`share_weights`.
 
     Args:
         observers: of this rank.
         collectives: of this rank.
-        counted: the observers whose statistics on this rank are used; others of this rank only receive statistics.
-        description: this rank's weights and note; the rest of it is filled in here.
+        counted: the observers whose statistics this rank contributes; its other observers only receive statistics.
+        description: holds this rank's weights and note; the other fields are filled in here.
         failure: an earlier failure of this rank.
-        reduced: whether statistics are reduced as they declare it, or taken from the lowest rank that has them.
+        reduced: True: statistics are reduced as they declare. False: all are taken from the lowest rank that has them.
     """
     is_alone = collectives.size == 1
     with torch.inference_mode(False), torch.no_grad():
@@ -214,14 +224,14 @@ class _Description:
 
     Attributes:
         failure: a failure of the rank.
-        weights: number of elements of each weight that it holds.
+        weights: number of elements of each weight that the rank holds.
         note: an object for all ranks.
-        forms: its observers, and their statistics that are to be reduced.
-        unreached: its observers that no data reached.
-        kept: statistics without a reduction, with names in place of their tensors.
-        packed: these tensors (:func:`pack_tensors`).
-        not_finite: its observers with NaN or infinity in a statistic, and a text about it.
-        occupied: for each sum of integers that is sent by blocks, which blocks have counts.
+        forms: for each observer of the rank, the forms of its statistics that are to be reduced.
+        unreached: the rank's observers that no data reached.
+        kept: by observer and name, the statistics without a reduction, with names in place of their tensors.
+        packed: the tensors of ``kept`` as bytes (:func:`pack_tensors`).
+        not_finite: the rank's observers with NaN or infinity in a statistic, with a text that says how many.
+        occupied: by observer and name, for each statistic that is sent by blocks, which blocks are occupied.
     """
 
     failure: CalibrationError | None = None
@@ -245,12 +255,12 @@ def _describe(
     """Fill in everything about this rank's observers, before descriptions are exchanged.
 
     Args:
-        description: has weights and note already.
-        observers, counted, reduced: as for :func:`_sync`.
-        is_alone: whether there is no other rank.
+        description: holds weights and note already.
+        observers, counted, reduced: as in :func:`_sync`.
+        is_alone: whether there is only this rank.
 
     Raises:
-        CalibrationError: a declared reduction that cannot be made, or a statistic that cannot be sent.
+        CalibrationError: a statistic that cannot be reduced as declared, or that cannot be sent.
     """
     description.forms = dict.fromkeys(observers, ())
     description.unreached = observers.keys() - counted
@@ -274,7 +284,9 @@ def _describe(
         if without_reduction and observer.has_statistics and not is_alone:
             description.kept[key] = without_reduction
     require_plain(
-        description.kept, "statistics that cannot be sent to other ranks, which would go on with others", _REMEDY
+        description.kept,
+        "these statistics cannot be sent to the other ranks, so ranks would continue with different values",
+        _REMEDY,
     )
     if description.kept:
         description.kept, description.packed = pack_tensors(description.kept)
@@ -284,7 +296,7 @@ def _describe(
 
 
 def _declared_reductions(observer: Observer) -> dict[str, str]:
-    """The reduction of each statistic of an observer that declares one."""
+    """The reduction of each statistic for which an observer declares one, by name."""
     return {
         statistic.name: statistic.reduction
         for statistic in declared_statistics(observer)
@@ -295,8 +307,15 @@ def _declared_reductions(observer: Observer) -> dict[str, str]:
 def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any) -> Form:
     """The form of a statistic that is to be reduced over ranks.
 
+    Args:
+        key: of the observer, for the error.
+        observer: for the error.
+        name: the name of the statistic.
+        reduction: its declared reduction.
+        value: this rank's value.
+
     Raises:
-        CalibrationError: it cannot be reduced as it is declared.
+        CalibrationError: the statistic cannot be reduced as it is declared.
     """
     if reduction not in ("sum", "mean", "min", "max"):
         problem = f"reduction {reduction}"
@@ -317,8 +336,8 @@ def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any
 
 
 def _not_finite(observers: Mapping[Key, Observer], statistics: Mapping[Key, Mapping[str, Any]]) -> dict[Key, str]:
-    """The observers with NaN or infinity in their statistics, sorted, and a text about it."""
-    # All are checked at once; one by one only if something is not finite, or an observer has a check of its own.
+    """For each observer with NaN or infinity in its statistics, sorted, a text that says how many."""
+    # All are checked at once. An observer is checked alone if something is not finite, or if it has its own check.
     values = chain.from_iterable(values.values() for values in statistics.values())
     is_finite = all_finite(values)
     texts = {}
@@ -335,7 +354,7 @@ def _not_finite(observers: Mapping[Key, Observer], statistics: Mapping[Key, Mapp
 def _occupied_blocks_of(
     forms_of_observers: Mapping[Key, tuple[Form, ...]], statistics: Mapping[Key, Mapping[str, Any]]
 ) -> dict[tuple[Key, str], bytes]:
-    """By observer and name of a sum of integers that is sent by blocks, which of its blocks have counts."""
+    """For each statistic that is sent by blocks, by observer and name, which of its blocks are occupied."""
     places = []
     sums = []
     for key, forms in forms_of_observers.items():
@@ -347,12 +366,14 @@ def _occupied_blocks_of(
 
 
 def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
-    """Refuse statistics that are not tensors, numbers, strings, or lists, sets and dicts of these.
+    """Raise a CalibrationError for statistics that are not tensors, numbers, strings, or lists, sets, dicts of these.
+
+    Called before statistics are sent to other ranks, and before they are saved.
 
     Args:
         statistics: by observer and name.
-        what: what is wrong with them, for the error.
-        remedy: remedy in the error.
+        what: the error's first sentence, which says why such statistics are refused.
+        remedy: the remedy in the error.
     """
     not_plain = []
     for key, values in statistics.items():
@@ -382,7 +403,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _require_finite(descriptions: Sequence[_Description]) -> None:
-    """Raise a CalibrationError for NaN or infinity in any rank's statistics; it names modules and ranks."""
+    """Raise a CalibrationError that names modules and ranks if any rank's statistics hold NaN or infinity."""
     texts = []
     for rank, description in enumerate(descriptions):
         shown_rank = rank if len(descriptions) > 1 else None
@@ -407,7 +428,7 @@ def _unreached_everywhere(descriptions: Sequence[_Description]) -> list[Key]:
 
 
 def _assign_weights(descriptions: Sequence[_Description]) -> dict[Key, int]:
-    """For each weight the rank that searches its range, of the ranks that hold it."""
+    """For each weight, the rank that is to search its range: one of the ranks that hold it."""
     sizes: dict[Key, int] = {}
     holders: dict[Key, list[int]] = {}
     for rank, description in enumerate(descriptions):
@@ -420,10 +441,10 @@ def _assign_weights(descriptions: Sequence[_Description]) -> dict[Key, int]:
 
 
 def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStatistic]:
-    """The statistics that at least two ranks' observers hold, in the same order on every rank.
+    """The statistics to reduce, in the same order on every rank: those of observers that at least two ranks hold.
 
     Raises:
-        CalibrationError: ranks differ in shape, dtype or reduction.
+        CalibrationError: ranks differ in shape, dtype or reduction of a statistic.
     """
     statistics: list[SharedStatistic] = []
     differing: list[tuple[Key, str]] = []
@@ -453,11 +474,11 @@ def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStati
 def _observers_with_equal_forms(
     descriptions: Sequence[_Description],
 ) -> list[tuple[tuple[tuple[Form, ...] | None, ...], list[Key]]]:
-    """Groups of observers with the same forms on every rank, so that a group is one operation.
+    """Group observers that have the same forms on each rank, so that a group can be packed in one operation.
 
     Returns:
-        For each group the forms on each rank (None: the rank does not hold the observer), and the observers. Observers
-        of a single rank are left out.
+        For each group, the forms on each rank (None: the rank does not hold these observers), and the observers.
+        Observers that only one rank holds are left out.
     """
     groups: dict[tuple[tuple[Form, ...] | None, ...], list[Key]] = {}
     all_keys = dict.fromkeys(chain.from_iterable(description.forms for description in descriptions))
@@ -470,7 +491,7 @@ def _observers_with_equal_forms(
 
 
 def _forms_by_name(forms_of_ranks: Sequence[Sequence[Form] | None]) -> list[dict[int, Form]]:
-    """For each statistic of a group of observers, sorted by name, its form by rank; ranks that lack it are left out."""
+    """For each statistic of a group of observers, sorted by name, its form on each rank that has it."""
     by_name: dict[str, dict[int, Form]] = {}
     for rank, forms in enumerate(forms_of_ranks):
         for form in forms or ():
@@ -479,6 +500,7 @@ def _forms_by_name(forms_of_ranks: Sequence[Sequence[Form] | None]) -> list[dict
 
 
 def _shown(form: Form) -> str:
+    """A form as text, for the error about ranks that differ."""
     shape = "x".join(map(str, form.shape)) or "scalar"
     return f"{form.reduction} of {form.name} {shape} {str(form.dtype).removeprefix('torch.')}"
 
@@ -489,12 +511,12 @@ def _reduce_into(
     collectives: Collectives,
     stretch: Stretch,
 ) -> int:
-    """Give this rank's observers the statistics of all ranks.
+    """Reduce the described statistics over ranks, and load the results into this rank's observers.
 
-    A failure of this rank alone is kept in ``stretch``.
+    A failure of this rank is kept in ``stretch``.
 
     Returns:
-        The number of collectives.
+        The number of collectives that were made.
     """
     reductions = 0
     for reduced in reduce_statistics(_shared_statistics(descriptions), observers, collectives, stretch):
@@ -510,7 +532,7 @@ def _reduce_into(
 def _take_kept(
     observers: Mapping[Key, Observer], descriptions: Sequence[_Description], collectives: Collectives
 ) -> None:
-    """Give this rank's observers the statistics without a reduction, from the lowest rank that has them."""
+    """Load statistics without a reduction into this rank's observers, from the lowest rank that has them."""
     done: set[Key] = set()
     for rank, description in enumerate(descriptions):
         due = {}
@@ -525,7 +547,7 @@ def _take_kept(
 
 
 def _load(key: Key, observer: Observer, statistics: Mapping[str, Any]) -> None:
-    """Let an observer take over reduced statistics; an error names it."""
+    """Load reduced statistics into an observer; an error names the observer's key."""
     try:
         observer.load_statistics(statistics)
     except Exception as error:

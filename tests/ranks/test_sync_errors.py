@@ -130,7 +130,7 @@ def on_unusable(rank, cls):
         (Product, "max_vals of Product cannot be reduced over ranks: fc .input.. Got reduction"),
         (Numbers, "total of Numbers cannot be reduced over ranks: fc .input.. Got float"),
         (MeanOfCounts, "number of MeanOfCounts cannot be reduced over ranks: fc .input.. Got mean of torch.int64"),
-        (KeepsAnObject, "cannot be sent to other ranks.*: fc .input: seen.. Expected tensors, numbers"),
+        (KeepsAnObject, "cannot be sent to the other ranks.*: fc .input: seen.. Expected tensors, numbers"),
         (CountsInBytes, "sum of number over ranks does not fit into torch.int8: fc"),
     ],
 )
