@@ -176,8 +176,7 @@ def learned_scale(
 ) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
-    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned, and by
-    ``learned_rounding.py`` for the scales that learned rounding moves.
+    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned.
 
     The LSQ paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
     a step at a learning rate of 0.001 moves a scale of 0.002 by half, and nothing keeps its sign. Here
@@ -427,7 +426,7 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """Expand a quantization parameter to the shape of a weight: for each element ``(R, C)``, the number of its scale.
 
-    Called by :func:`dequantize`, and by the roundings (``rounding.py``, ``learned_rounding.py``).
+    Called by :func:`dequantize`, and by ``rounding.py`` before it rounds a weight.
     """
     grouped = _group(weight, args)
     expanded = _broadcastable(parameter, args).expand_as(grouped)
@@ -437,7 +436,7 @@ def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: Quantizatio
 def sum_per_scale(values: torch.Tensor, scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
     """Sum the values ``(R, C)`` that share a scale, in the shape of ``scale``: the transpose of :func:`elementwise`.
 
-    It turns a gradient of each weight into a gradient of each scale, for :func:`dequantize` and learned rounding.
+    It turns a gradient of each weight into a gradient of each scale, in the backward of :func:`dequantize`.
     """
     shape = _broadcastable(scale, args).shape
     return _group(values, args).sum_to_size(shape).reshape(scale.shape)
@@ -506,8 +505,7 @@ def dequantize(
 ) -> torch.Tensor:
     """The weight ``(R, C)`` in float32 that the levels of a grid stand for; ``scale`` gets a gradient.
 
-    Called for a weight that GPTQ or learned rounding rounded, whose levels are fixed: by the quantized forward, by
-    export, and by each step of learned rounding.
+    Called for a weight that GPTQ rounded, whose levels are fixed: by the quantized forward, and by export.
     """
     step = scale.float()
     if global_scale is not None:

@@ -113,7 +113,8 @@ def share_weights(
 ) -> Synced:
     """Search the range of each weight on the rank that owns it, and give the results to every rank. All must call it.
 
-    Called by finalize after :func:`sync_statistics`, for weights that FSDP shards by ``calibration/sharded_weights.py``.
+    Called by finalize after :func:`sync_statistics`, and by ``calibration/sharded_weights.py`` for weights that FSDP
+    shards.
 
     Args:
         observers: observers of the weights that this rank holds.
