@@ -141,7 +141,7 @@ def choose_schemes(
 ) -> MixedPlan:
     """Return the plan with the least estimated loss within a budget.
 
-    Called by :func:`mixed_precision`, and by ``task=plan`` of the command line.
+    Called by :func:`mixed_precision`, and by the command line (``app/tasks/choosing.py``).
 
     Args:
         measured: losses and sizes of all groups and candidates.
@@ -241,8 +241,8 @@ def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates:
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
     """Return the best plan for each of several budgets, smallest first.
 
-    Budgets go from the smallest possible size to the size of the best plan without a budget. ``task=plan`` of the
-    command line calls this for its table and picture.
+    Budgets go from the smallest possible size to the size of the best plan without a budget. The command line calls
+    this for its table and picture.
 
     Args:
         measured: losses and sizes of all groups and candidates.
@@ -294,7 +294,7 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
 def require_solver() -> None:
     """Raise a :class:`CalibrationError` if scipy, which solves the knapsack, is not installed.
 
-    Called before anything is measured: by :func:`mixed_precision` and by ``task=plan`` of the command line.
+    Called before anything is measured: by :func:`mixed_precision` and by the command line (``app/tasks/choosing.py``).
     """
     import_package("scipy.optimize", "a choice of schemes within a budget")
 

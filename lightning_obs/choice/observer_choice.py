@@ -7,8 +7,7 @@ that small differences between them are no noise.
 
 Modules that an engine fuses get the same observer for their inputs, and the same for their weights.
 
-:func:`choose_observers` is called by users, by ``task=observers`` of the command line, and by
-``CalibrationCallback(observers="auto")``.
+:func:`choose_observers` is called by users, by the command line, and by ``CalibrationCallback(observers="auto")``.
 """
 
 from __future__ import annotations
@@ -282,7 +281,7 @@ def fitting_candidates(
 ) -> dict[str, dict[str, _ObserverSpec]]:
     """Return the candidates that fit scheme, model and engines, by base name and label.
 
-    Called by :func:`choose_observers`. Before a run, ``CalibrationCallback(observers="auto")`` and ``task=observers``
+    Called by :func:`choose_observers`. Before a run, ``CalibrationCallback(observers="auto")`` and the command line
     call it to refuse candidates before any data. A report calls it to decide whether to propose a choice of observers.
 
     Args:

@@ -127,7 +127,7 @@ def sensitivity(
 
     The model runs unquantized, in evaluation mode, and is afterwards as it was. Each candidate is calibrated as by a
     :class:`~lightning_obs.CalibrationSession`. Called by users, :func:`~lightning_obs.mixed_precision`,
-    :func:`.choose_observers` and ``task=plan``.
+    :func:`.choose_observers` and the command line.
 
     Args:
         model: a module whose output is logits ``(..., classes)``, or has them as ``logits``.
@@ -291,7 +291,7 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
     """Make the options of one candidate, whose own fields take precedence over the options of all candidates.
 
     Called here for each candidate's session; by :mod:`.observer_choice`, to see whether a candidate fits; and by
-    ``task=plan`` before any data.
+    the command line before any data.
 
     Args:
         candidate: a scheme, or a dict of ``scheme`` and other fields.
