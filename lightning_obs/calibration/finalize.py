@@ -1,12 +1,15 @@
-"""From observers' statistics to qparams on modules: reduce the ranks, observe the weights, compute, check, write.
+"""Turn observers' statistics into qparams on modules: reduce over ranks, observe the weights, compute, check, write.
 
-The ranks agree on which observers saw data, then each searches its share of the weights, then all get all ranges, and
-in the end they agree that all have written them. A rank that fails goes on with the collectives, so that none is left
-waiting, and all raise alike (:class:`.Stretch`).
+A session calls :func:`finalize` after the data; the calibrations part by part call it for each part of a model. The
+ranks agree on which observers saw data. Then each rank searches the ranges of its share of the weights, and all ranks
+get all ranges. Finally the ranks agree that all have written their qparams. A rank that fails keeps taking part in the
+collectives, so that no rank waits forever, and all ranks raise the same error (:class:`.Stretch`).
 
-Scales of a large model take gigabytes in all. So each module's qparams are stored as soon as they are computed, written
-in place of the stored ones, and checked without a copy.
-A weight may be whole on each rank, sharded, or offloaded: :class:`WeightSearch` lets the rank that owns it observe it.
+The scales of a large model take gigabytes. So each module's qparams take the dtype in which they are stored as soon as
+they are computed, they are checked without a copy, and the written tensors replace the computed ones.
+
+A weight may be whole on each rank, sharded, or offloaded: :class:`WeightSearch` makes the rank that owns a weight
+observe it.
 """
 
 from __future__ import annotations
@@ -45,29 +48,31 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_
 def finalize(observation: Observation, weights: bool = True, activations: bool = True) -> CalibrationResult:
     """Turn the statistics of an observation into qparams on its modules. Every rank must call this.
 
-    It can be called again, after the weights have changed: activations are reduced only once.
+    Called by ``CalibrationSession.finalize`` for a whole model, and for each step or part of a model by
+    :mod:`.stepwise` and ``streaming/parts.py``. It can be called again after the weights have changed; the statistics
+    of activations are reduced over ranks only once.
 
     Args:
         observation: of this rank.
-        weights: off: the weights are not observed, their qparams do not change.
-        activations: off: no data are required, the qparams of activations do not change.
+        weights: False: do not observe the weights; their qparams do not change.
+        activations: False: require no data; the qparams of activations do not change.
 
     Returns:
-        The result; its ``seconds`` are for the caller to add.
+        The result, without ``seconds``, which the caller sets.
 
     Raises:
-        CalibrationError: on every rank alike: no data for a static scheme, an observer that no data reached, NaN or
-            infinity in data or weights, a rank's failure. Qparams may have been written then; the caller restores the
-            earlier ones.
+        CalibrationError: the same on every rank: no data for a static scheme, an observer that no data reached, NaN or
+            infinity in data or weights, or a failure of some rank. Qparams may have been written by then; the caller
+            restores the earlier ones.
     """
     return _Finalization(observation, weights, activations).run()
 
 
 class _Finalization:
-    """The steps of :func:`finalize`, and what they hand on.
+    """The steps of one call of :func:`finalize`, and what one step leaves for the next.
 
-    Between two collectives each rank works by itself, in a :class:`.Stretch`, which keeps a failure for the next
-    collective.
+    The work of a rank between two collectives is in a ``with self.stretch:`` block, which keeps an error for the next
+    collective (:class:`.Stretch`).
     """
 
     def __init__(self, observation: Observation, weights: bool, activations: bool) -> None:
@@ -75,15 +80,16 @@ class _Finalization:
         self.weights = weights
         self.activations = activations
         self.stretch = Stretch(observation.collectives)
-        #: how many collectives the steps so far took
+        #: how many collectives the steps so far have used
         self.collectives = 0
-        #: observers in place of those that no data reached
+        #: observers to use in place of those of experts that no data reached
         self.stand_ins: dict[Key, Observer] = {}
         self.skipped = observation.skipped
         #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
         self.qparams: dict[str, dict[str, torch.Tensor]] = {}
 
     def run(self) -> CalibrationResult:
+        """Run all steps; :func:`finalize` calls this once."""
         observation = self.observation
         observation.lacks_data = False
         search = self._prepare_weights()
@@ -98,7 +104,10 @@ class _Finalization:
     # ------------------------------------------------------------------ the steps
 
     def _prepare_weights(self) -> WeightSearch:
-        """The weights to observe; their observers forget an earlier weight."""
+        """Collect the weights to observe, and let their observers forget an earlier weight.
+
+        The observers keep their statistics of inputs. Weights that FSDP has gathered are sharded again first.
+        """
         observation = self.observation
         search = self._weight_search({}, {})
         with self.stretch:
@@ -115,12 +124,18 @@ class _Finalization:
         return search
 
     def _weight_search(self, modules: Mapping[Key, nn.Module], observers: Mapping[Key, Observer]) -> WeightSearch:
+        """A search of these modules' weights, with this rank's collectives and progress."""
         return WeightSearch(modules, observers, self.observation.collectives, self.observation.progress)
 
     def _reduce_ranks(self, search: WeightSearch) -> Synced:
-        """Reduce the statistics of activations over ranks, and share out the weights.
+        """Reduce the statistics of activations over ranks, and decide which rank observes which weight.
 
-        The notes of the ranks are what their calls have counted and seen: tokens of experts, readers of outputs.
+        Args:
+            search: has the sizes of the weights.
+
+        Returns:
+            The outcome. Its ``notes`` hold, for each rank, the token counts of experts and the state of the readers of
+            quantized outputs (None: no outputs are quantized).
         """
         observation = self.observation
         readers = observation.calls.readers
@@ -129,7 +144,7 @@ class _Finalization:
             for name, counts in observation.calls.expert_tokens.items():
                 expert_tokens[name] = [int(count) for count in counts]
             if self.activations and observation.collectives.size == 1:
-                _bring_to_host(observation.data_observers)  # else the ranks reduce them where they are
+                _bring_to_host(observation.data_observers)  # several ranks reduce them on the accelerator
         is_due = self.activations and observation.unreached is None
         synced = sync_statistics(
             observation.data_observers if is_due else {},
@@ -143,7 +158,14 @@ class _Finalization:
         return synced
 
     def _compute_activations(self, synced: Synced) -> dict[Key, QParamsDict]:
-        """Find the modules that no data reached, and compute the qparams of the others' activations."""
+        """Compute the qparams of all activations, and decide what happens to modules that no data reached.
+
+        Args:
+            synced: the outcome of :meth:`_reduce_ranks`.
+
+        Returns:
+            The qparams by module name and base name; empty if activations are not finalized.
+        """
         observation = self.observation
         computed: dict[Key, QParamsDict] = {}
         if not self.activations:
@@ -163,7 +185,7 @@ class _Finalization:
             for key, observer in {**observation.observers, **self.stand_ins}.items():
                 name, base = key
                 if base == "output" and name in begin_at_zero and name not in self.skipped:
-                    _qparams_from(observer, key)  # refuses values that are not finite
+                    _qparams_from(observer, key)  # raises for values that are not finite
                     computed[key] = qparams_from_zero(observer)
                 elif base != "weight" and name not in self.skipped:
                     computed[key] = _qparams_from(observer, key)
@@ -172,7 +194,7 @@ class _Finalization:
         return computed
 
     def _observe_weights(self, search: WeightSearch, synced: Synced) -> list[Key]:
-        """Let every rank observe its share of the weights; returns the keys of all weights that are observed."""
+        """Let every rank observe its share of the weights; return the keys of the weights of all ranks."""
         observers = self.observation.observers
         searched = [key for key in search.modules if key[0] not in self.skipped]
         with self.stretch:
@@ -181,7 +203,7 @@ class _Finalization:
                 _settle_zero_inputs(with_inputs)
 
         def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
-            # Inputs may be missing where on_missing allows it, and where only weights are finalized.
+            # The statistics of inputs may be missing: for experts without tokens, or if only weights are finalized.
             if key in self.stand_ins or not self.activations:
                 observe_without_inputs(observer, weight)
             else:
@@ -191,7 +213,7 @@ class _Finalization:
         return searched
 
     def _compute_and_check(self, activation_qparams: Mapping[Key, QParamsDict]) -> None:
-        """Compute the qparams of all modules as they will be stored; an error names those that cannot be stored."""
+        """Compute the qparams of all modules in the dtypes in which they are stored, and check them."""
         with self.stretch:
             for target in self.observation.plan.targets:
                 if target.name not in self.skipped and target.args:
@@ -203,7 +225,14 @@ class _Finalization:
     def _qparams_of(
         self, target: PlannedModule, activation_qparams: Mapping[Key, QParamsDict]
     ) -> dict[str, torch.Tensor]:
-        """``{"weight_scale": ...}`` of one module: new ones, and those on the module where they do not change."""
+        """The qparams of one module, ``{"weight_scale": tensor}``.
+
+        Those of weights or activations that are not finalized now are read from the module.
+
+        Args:
+            target: the module.
+            activation_qparams: the new qparams of activations, by module name and base name.
+        """
         qparams: dict[str, torch.Tensor] = {}
         for base_name, args in target.args.items():
             key = (target.name, base_name)
@@ -216,7 +245,7 @@ class _Finalization:
             computed = activation_qparams.get(key)
             if base_name == "weight" and key in self.observation.observers:
                 computed = _qparams_from(self.observation.observers[key], key)
-            if computed is None:  # quantized dynamically
+            if computed is None:  # quantized dynamically, so it has no qparams
                 continue
             global_scale = computed.get("global_scale")
             if global_scale is not None:
@@ -228,12 +257,18 @@ class _Finalization:
         return qparams
 
     def _round_weights(self, search: WeightSearch, searched: Sequence[Key], synced: Synced) -> None:
-        """Add the rounded weights to the qparams, where rounding is asked for."""
+        """Round the weights whose observers ask for it (``rounding="gptq"``), and add the integers to the qparams.
+
+        Args:
+            search: of the weights that were observed.
+            searched: their keys.
+            synced: has the rank that observes, and rounds, each weight.
+        """
         observation = self.observation
         is_asked_for = any(observer.rounding is not None for observer in observation.observers.values())
         if not (self.weights and is_asked_for):
             return
-        self.stretch.agree()  # weights are gathered to be rounded, by all ranks or none
+        self.stretch.agree()  # if a rank has failed, none rounds: gathering sharded weights takes all ranks
         self.collectives += 1
         rounded_search = self._weight_search({}, {})
         roundings: dict[Key, Any] = {}
@@ -256,11 +291,11 @@ class _Finalization:
         with self.stretch:
             write_all(self.observation.plan, self.qparams)
         with self.stretch:
-            if self.weights:  # else they may have been trained on since their scale was chosen
-                remember(self.observation.model)  # called by all ranks: they add up the checksums of sharded weights
+            if self.weights:  # otherwise the weights may have been trained since their scales were chosen
+                remember(self.observation.model)  # on all ranks, which add up the checksums of sharded weights
 
     def _agree_on_result(self, synced: Synced) -> CalibrationResult:
-        """The result, once all ranks have written their qparams."""
+        """Agree with the other ranks that all have written their qparams, and return the result."""
         observation = self.observation
         result: CalibrationResult | None = None
         with self.stretch:
@@ -283,7 +318,7 @@ class _Finalization:
 
 
 def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """The qparams of modules, by name, without rounded weights, which are as large as the weights."""
+    """Qparams by module name without the rounded weights, which are as large as the weights: for a result."""
     without_weights = {}
     for name, of_module in qparams.items():
         without_weights[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
@@ -291,7 +326,9 @@ def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[s
 
 
 def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:
-    """The result of a calibration as far as it follows from the plan.
+    """Make a result with the fields that follow from the plan alone.
+
+    ``finalize`` fills in the other fields. Calibrations part by part begin with it and add the results of the parts.
 
     Args:
         observation: has the plan.
@@ -313,7 +350,7 @@ def result_of(observation: Observation, skipped: Collection[str] = ()) -> Calibr
 
 
 def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
-    """Warn of experts that no token reached, and that were quantized all the same."""
+    """Warn of experts that were quantized although no token reached them; called with each new result."""
     if result.fallback:
         warn(
             f"no token reached these modules; their activations have the range of the layer's other experts: "
@@ -322,24 +359,26 @@ def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
 
 
 def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
-    """Write the qparams of a plan; modules without any are left without.
+    """Write the qparams of a plan to its modules; modules without an entry lose the qparams that they had.
+
+    Called by ``finalize``, and when a saved state is loaded.
 
     Args:
         plan: its modules are written to.
-        qparams: ``{"layer": {"weight_scale": tensor}}``. Afterwards it holds the tensors of the modules, which are
-            copies, and no others: all scales of a model take gigabytes.
+        qparams: ``{"layer": {"weight_scale": tensor}}``. Its tensors are replaced by those that the modules hold now
+            (copies), so that memory does not hold all scales of a model twice.
     """
     for target in plan.targets:
         if target.name in qparams:
             write_qparams(target.module, target.scheme, qparams[target.name])
             written = read_qparams(target.module)
             qparams[target.name] = {key: written[key] for key in qparams[target.name]}
-        else:  # qparams of an earlier calibration would pass for this one's
+        else:  # otherwise qparams of an earlier calibration would count as this one's
             clear_qparams(target.module)
 
 
 def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Qparams ``{"layer": {"weight_scale": tensor}}`` as ``{"layer.weight_scale": tensor}``, copies on the CPU."""
+    """Copy qparams ``{"layer": {"weight_scale": tensor}}`` to the CPU, as ``{"layer.weight_scale": tensor}``."""
     by_full_name: dict[str, torch.Tensor] = {}
     for name, of_module in qparams.items():
         for key, value in of_module.items():
@@ -351,9 +390,10 @@ def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torc
 
 
 def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
-    """Move statistics of activations to the host in one transfer: they are small, and each is read many times now.
+    """Move the statistics of activations to the host in one transfer.
 
-    Observers that do not declare their statistics keep them where they are: they may hold anything.
+    They are small, and computing qparams reads each of them many times. Observers that do not declare their statistics
+    keep them where they are, since these may be of any kind.
     """
     places: list[tuple[Observer, str]] = []
     tensors: list[torch.Tensor] = []
@@ -369,7 +409,7 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 
 
 def _stand_ins(observation: Observation) -> dict[Key, Observer]:
-    """Observers in place of those of experts that no data reached, if ``on_missing`` allows it."""
+    """Observers to use in place of those of experts that no data reached; empty unless ``on_missing="siblings"``."""
     experts = observation.experts
     if not observation.unreached or experts is None or observation.options.on_missing != "siblings":
         return {}
@@ -378,7 +418,13 @@ def _stand_ins(observation: Observation) -> dict[Key, Observer]:
 
 
 def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
-    """Find weights whose columns count alike, because the inputs that should weigh them were all zero, and warn."""
+    """Let the columns of a weight count alike if all inputs of its module were zero, and warn of these modules.
+
+    Called before the weights are observed.
+
+    Args:
+        observers: of weights, which weigh columns by the module's inputs.
+    """
     with_zeros = {id(observer) for observer in settle_zero_inputs(observers.values())}
     names = []
     for (name, _), observer in observers.items():
@@ -395,7 +441,7 @@ def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
 
 
 def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
-    """An observer's qparams; an error names its module."""
+    """The qparams of an observer; if computing them fails, the error names the module."""
     try:
         return observer.get_qparams()
     except Exception as error:
@@ -403,9 +449,13 @@ def _qparams_from(observer: Observer, key: Key) -> QParamsDict:
 
 
 def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: Mapping[Key, Observer]) -> None:
-    """Raise a CalibrationError that names every scale, as stored, that is not finite and positive.
+    """Raise a CalibrationError that names every scale that is not finite and positive in the dtype of its storage.
 
-    A positive float32 may be zero in float16. Scales of signed observers may be negative.
+    A positive float32 may become zero in float16. Scales of signed observers may be negative.
+
+    Args:
+        qparams: ``{"layer": {"weight_scale": tensor}}``, as stored.
+        observers: of the plan.
     """
     unsigned: dict[str, torch.Tensor] = {}
     signed: dict[str, torch.Tensor] = {}
@@ -416,7 +466,7 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: 
                 may_be_negative = observer is not None and observer.signed
                 scales = signed if may_be_negative else unsigned
                 scales[f"{name}.{key}"] = scale
-    # One question for all of them: nearly always all are positive.
+    # One check of all scales together, as nearly always all are valid.
     if all_positive(unsigned.values()) and all_positive(signed.values(), absolute=True):
         return
     names = []
@@ -432,7 +482,10 @@ def _check_scales(qparams: Mapping[str, Mapping[str, torch.Tensor]], observers: 
 
 
 def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Raise a CalibrationError where scales per head do not fit the config, from which a checkpoint is loaded."""
+    """Raise a CalibrationError if scales per attention head have another shape than the model's config implies.
+
+    Loaders allocate the scales of a checkpoint by its config.
+    """
     misfits = []
     for target in targets:
         of_module = qparams.get(target.name, {})
@@ -452,7 +505,7 @@ def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mappi
 
 
 def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """The smallest and largest input of each module whose observer, or helper observer, keeps them."""
+    """By module name, the smallest and largest input that was observed, if some observer of the input keeps them."""
     ranges = {}
     for (name, _), observer in observers.items():
         if observer.base_name == "input" and observer.keeps_extremes and observer.has_statistics:
@@ -461,7 +514,7 @@ def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float
 
 
 def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """The range that each module's input scale was computed from."""
+    """By module name, the range from which the scale of its input was computed."""
     ranges = {}
     for (name, base), observer in observers.items():
         if base == "input" and observer.has_statistics:
@@ -471,7 +524,7 @@ def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, 
 
 
 def _grids(observers: Mapping[Key, Observer]) -> dict[str, GridShares]:
-    """How much of each weight lies on a grid, where its observer looked for one."""
+    """By module name, how much of the weight lies on a grid, for weights with the observer ``lattice``."""
     grids = {}
     for (name, _), observer in observers.items():
         if isinstance(observer, LatticeObserver) and observer.has_statistics:
@@ -480,7 +533,7 @@ def _grids(observers: Mapping[Key, Observer]) -> dict[str, GridShares]:
 
 
 def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Tokens of each expert, over all ranks."""
+    """Add up the token counts of experts over all ranks, by name of the container."""
     totals: dict[str, list[int]] = {}
     for counts_by_name in counts_of_ranks:
         for name, counts in counts_by_name.items():
@@ -493,17 +546,19 @@ def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[
 
 
 class WeightSearch:
-    """Weights to search, shared out over ranks.
+    """Lets the ranks observe a set of weights, each weight on one rank.
+
+    A finalization makes one for the observers of weights, and one for the roundings.
 
     Args:
-        modules: the module of each weight.
-        observers: the observer of each weight.
+        modules: by key (module name, base name), the module of each weight.
+        observers: by key, the observer of each weight.
         collectives: of this rank.
-        progress: called after each weight that this rank has searched.
+        progress: called after each weight that this rank has searched; None: no progress is shown.
 
     Attributes:
         modules: as given.
-        sizes: the number of elements of each weight.
+        sizes: by key, the number of elements of the weight, by which weights are shared out.
 
     Raises:
         CalibrationError: a weight is on the meta device, or sharded over ranks that ``collectives`` does not reach.
@@ -538,7 +593,15 @@ class WeightSearch:
     def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
 
-        Arguments and result are those of :meth:`.ShardedWeights.observe`, whether weights are sharded or not.
+        Args:
+            keys: the weights to observe; the same on every rank on which nothing failed.
+            owners: by key, the rank that observes the weight.
+            observe: called with the key, observer and whole weight (a matrix) of each weight that this rank owns.
+            stretch: this rank's work. If it holds a failure, this rank observes nothing, and the failure is raised on
+                all ranks; a failure in here is kept in it.
+
+        Returns:
+            The number of collectives, without the gathering of sharded weights.
         """
         if self._progress is not None:
             observe = self._reporting(observe, keys, owners, self._progress)
@@ -561,7 +624,10 @@ class WeightSearch:
     def _reporting(
         self, observe: Observe, keys: Collection[Key], owners: Mapping[Key, int], progress: Progress
     ) -> Observe:
-        """``observe``, followed by a call of ``progress`` with the bytes that this rank has observed so far."""
+        """A function that calls ``observe``, and then ``progress`` with the bytes that this rank has observed so far.
+
+        The total is the bytes of the weights in ``keys`` that this rank owns.
+        """
         total = 0
         for key in keys:
             if owners.get(key) == self._collectives.rank:
@@ -578,5 +644,6 @@ class WeightSearch:
 
 
 def _is_on_meta(module: nn.Module) -> bool:
+    """Whether a module's weight has no data: it is on the meta device, and no offloading will load it."""
     weight: Any = module.weight
     return bool(weight.is_meta) and not is_offloaded(module)
