@@ -38,10 +38,16 @@ from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.tasks.finetune import Finetune
 from lightning_obs.forward.quantized_forward import weights_kept
 
-RECIPES = ("w4a16", "w4a8", "int8_static", "nvfp4", "nvfp4_scales")
+RECIPES = ("w4a16", "w4a16_scales", "w4a8", "int8_static", "fp8", "nvfp4", "nvfp4_scales")
 TRAINED_ON = "trained on"
 #: the share of the loss to come back, on text of the kind trained on and on each other kind
-GOALS = {"w4a16": (0.9, 0.0), "nvfp4": (0.7, 0.0), "int8_static": (0.8, 0.4)}
+GOALS = {
+    "w4a16": (0.9, 0.0),
+    "w4a16_scales": (0.0, 0.0),
+    "int8_static": (0.8, 0.4),
+    "fp8": (0.7, 0.0),
+    "nvfp4": (0.7, 0.0),
+}
 #: what is the same in every row
 COMMON = ("evaluate=false", "export=none", "report.layer_error_batches=0", "trainer.enable_progress_bar=false")
 

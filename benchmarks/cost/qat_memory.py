@@ -109,6 +109,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder; default: the default model")
     parser.add_argument("--tokens", type=int, nargs="*", default=[256, 1024])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), help="of the table step, beside plain")
     parser.add_argument("--row", help="measure this row in this process")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -125,7 +126,7 @@ def main() -> None:
         print_convolutions()
     for tokens in options.tokens:
         if "step" in options.tables:
-            print_steps(tokens, options.rounds, options.model)
+            print_steps(tokens, options.rounds, options.model, ["plain", *options.rows])
 
 
 def print_memory(tokens: int, folder: str | None) -> None:
@@ -248,16 +249,17 @@ def fit_module(module: LightningModule, batches: Sequence[Any], row: str, scheme
     return clock.seconds
 
 
-def print_steps(tokens: int, rounds: int, folder: str | None) -> None:
+def print_steps(tokens: int, rounds: int, folder: str | None, rows: Sequence[str]) -> None:
+    rows = list(dict.fromkeys(rows))
     model = load_pretrained(folder, dtype="float32")[0]
-    seconds: dict[str, list[float]] = {row: [] for row in [*ROWS, "teacher"]}
+    seconds: dict[str, list[float]] = {row: [] for row in [*rows, "teacher"]}
     for _ in range(rounds):
-        for row in ROWS:
+        for row in rows:
             _first, *others = fit(model, row, tokens, torch.optim.AdamW)  # the first makes the optimizer's state
             seconds[row].append(statistics.median(others))
         seconds["teacher"].append(forward_time(model, tokens))
     print(f"\nCPU time of a step, 1 x {tokens} tokens; plain {statistics.median(seconds['plain']):.2f} s")
-    for row in ROWS:
+    for row in rows:
         of_plain = [step / plain for step, plain in zip(seconds[row], seconds["plain"], strict=True)]
         text = f"{row:24s} {statistics.median(of_plain):5.2f} x plain"
         if "distill" in row:
