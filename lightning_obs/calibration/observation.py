@@ -1,10 +1,11 @@
-"""The record of one observation, and its result.
+"""The record of one observation, and the result of a calibration.
 
-The record has the modules of a plan, their observers, and what the observers were given.
+The record (:class:`Observation`) holds the modules of a plan, their observers, and what has been observed so far. A
+session makes the record and owns it. Hooks fill it, and :func:`.finalize` reads it; both are given the record, not the
+session. Nothing outside ``calibration/`` writes to it. The result (:class:`CalibrationResult`) describes the finished
+calibration, for people and reports.
 
-A session makes the record and owns it. Hooks fill it, :func:`.finalize` reads it; both take the record, not the
-session. Nobody outside ``calibration/`` writes to it. The result describes the finished calibration, for
-people and reports.
+A *helper observer* gathers a statistic that the observer of the plan does not keep, under a base name of its own.
 """
 
 from __future__ import annotations
@@ -56,25 +57,25 @@ INPUT_ERRORS = "weight by the errors of its inputs"
 
 @dataclass
 class Observation:
-    """The record of one observation.
+    """The record of one observation; made by :meth:`of_model`.
 
     Attributes:
         model: the model whose calls are observed, without wrappers.
         options: of the calibration.
         plan: the modules that will be quantized.
-        engines: each engine's verdict on the checkpoint.
-        observers: the observers of the plan.
+        engines: by engine's name, its verdict on the checkpoint that the calibration will give.
+        observers: the observers of the plan, by module name and base name.
         data_observers: the observers that data reach: those of the plan that need data, and helper observers.
         experts: the model's experts; None: it has none.
         inseparable: groups of names of modules that are quantized together or not at all.
-        collectives: how to talk to the other ranks.
-        calls: the calls of the model so far.
+        collectives: how this rank communicates with the other ranks.
+        calls: the record of the calls of the model so far.
         progress: called with each weight that this rank has searched.
         is_fitting: whether an error would end a training; modules that no data reached are then left in float.
-        unreached: the observers that no data reached on any rank; None: the ranks were not reduced yet.
-        lacks_data: whether the last :func:`.finalize` failed because data were missing, on all ranks alike.
+        unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.
+        lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
         skipped: names of modules that were left in full precision, because no data reached them.
-        others_have_data: of a part of a model, whether data reached other parts.
+        others_have_data: in the record of a part of a model (:meth:`of`), whether data reached other parts.
     """
 
     model: nn.Module
@@ -95,14 +96,21 @@ class Observation:
     others_have_data: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy reports no progress: the callback may hold a terminal."""
+        """Leave ``progress`` out of a copy or pickle, as the function may hold a terminal."""
         return {**vars(self), "progress": None}
 
     @classmethod
     def of_model(
         cls, model: nn.Module, options: CalibrationOptions, collectives: Collectives | None = None
     ) -> Observation:
-        """The record of an observation that begins: a plan of the model, and observers without statistics.
+        """Make the record of a new observation: a plan of the model, and observers without statistics.
+
+        Called by the constructor of a session, and for the quantization of a checkpoint's files without data.
+
+        Args:
+            model: without wrappers.
+            options: of the calibration. The record's own ``options`` lack the parts of a recipe that do not fit.
+            collectives: how this rank communicates with the others; None: there is one rank.
 
         Raises:
             CalibrationError: the options do not fit the model, or an engine refuses the checkpoint.
@@ -135,12 +143,15 @@ class Observation:
 
     @property
     def rounds_on_quantized_inputs(self) -> bool:
-        """Whether a weight is rounded by the inputs that the quantized modules before it give."""
+        """Whether some weight is rounded on the inputs that the quantized modules before it give.
+
+        Then the session keeps the calls of the model in place of observing them.
+        """
         return rounds_on_quantized_inputs(self.plan.config)
 
     @property
     def weighed_modules(self) -> list[str]:
-        """Names of the modules whose weight is chosen by tokens that count by their gradients (``weigh_tokens``)."""
+        """Names of the modules for whose weights tokens count by their gradients (``weigh_tokens``)."""
         names = []
         for (name, _), observer in self.data_observers.items():
             if getattr(observer, "weigh_tokens", False):
@@ -149,7 +160,10 @@ class Observation:
 
     @property
     def input_counts(self) -> dict[str, Support]:
-        """How often each value was read, by module name, where the input's observer counts (``histogram``...)."""
+        """By module name, how often each value of its input was observed, if the observer counts (``histogram``...).
+
+        Reports measure the errors of inputs on these counts, without running the model again.
+        """
         counts_of_modules = {}
         for (name, base), observer in self.observers.items():
             if base != "input" or not isinstance(observer, CountingObserver):
@@ -160,17 +174,17 @@ class Observation:
         return counts_of_modules
 
     def forget(self) -> None:
-        """Forget all statistics and counts."""
+        """Forget all statistics and counts; a session calls this when it attaches anew."""
         self.calls.batches = 0
         self.calls.measurements = 0
         for observer in (self.observers | self.data_observers).values():
             observer.reset()
 
     def drop_outputs(self, followed: Collection[str]) -> None:
-        """Leave outputs in float that are quantized behind their followers; called by :func:`.finalize`.
+        """Remove the outputs of some modules from plan and observers; called by :func:`.finalize`, and on loading.
 
         Args:
-            followed: names of the modules whose output a follower reads, on any rank.
+            followed: names of the modules whose output is not quantized (:attr:`.OutputReaders.followed`).
         """
         drop_outputs(self.plan, followed)
         for name in followed:
@@ -178,13 +192,14 @@ class Observation:
             self.data_observers.pop((name, "output"), None)
 
     def of(self, module_names: Collection[str], progress: Progress | None = None) -> Observation:
-        """The record of some modules: a part of the model, to be finalized by itself.
+        """Make a record of some modules alone, so that this part of the model can be finalized by itself.
 
-        It shares observers with this record, and nothing that :func:`.finalize` replaces. Its model is a list of the
-        modules.
+        Called for each step by :mod:`.stepwise`, and for each block or fused set by ``streaming/``. The new record
+        shares the observers with this one. What :func:`.finalize` changes in it (``skipped``, ``unreached``, counts)
+        does not change here. Its model is a list of the planned modules.
 
         Args:
-            module_names: all modules of the part; a fused set is in it whole. Unplanned modules are left out.
+            module_names: the modules of the part, with all members of each fused set; unplanned modules are ignored.
             progress: called with each weight of the part that this rank has searched.
         """
         targets = [target for target in self.plan.targets if target.name in module_names]
@@ -202,7 +217,7 @@ class Observation:
 
 
 def fused_sets_by_module(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """The names of the modules of its fused set, by the name of each module in one."""
+    """By name of each module in a fused set, the names of all modules of the set."""
     fused_sets: dict[str, tuple[str, ...]] = {}
     for group in plan.fused:
         fused_sets |= dict.fromkeys(group, tuple(group))
@@ -210,6 +225,7 @@ def fused_sets_by_module(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _of_modules(observers: Mapping[Key, Observer], module_names: Collection[str]) -> dict[Key, Observer]:
+    """The observers of some modules."""
     return {key: observer for key, observer in observers.items() if key[0] in module_names}
 
 
@@ -217,7 +233,7 @@ def _of_modules(observers: Mapping[Key, Observer], module_names: Collection[str]
 
 
 def _make_observers(plan: Plan) -> dict[Key, Observer]:
-    """An observer for each tensor that is not quantized dynamically."""
+    """Make an observer for each tensor of the plan whose qparams are not computed at run time (dynamically)."""
     observers: dict[Key, Observer] = {}
     for target in plan.targets:
         home = qparams_home(target.module)
@@ -230,7 +246,7 @@ def _make_observers(plan: Plan) -> dict[Key, Observer]:
 
 
 def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Observer]:
-    """Helper observers, of :data:`RANGE`, :data:`HESSIAN` and :data:`GRADIENTS`."""
+    """Make the helper observers of a plan: of the ranges of inputs, and of what roundings need."""
     helpers: dict[Key, Observer] = {}
     for target in plan.targets:
         for base_name in target.args:
@@ -245,7 +261,7 @@ def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Ob
 
 
 def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Observer]:
-    """The helpers that gather what the rounding of a weight needs, and its ``observer`` does not gather."""
+    """Make the helpers that gather what the rounding of a weight needs and its ``observer`` does not gather."""
     helpers: dict[Key, Observer] = {}
     weighs_tokens = getattr(observer, "weigh_tokens", False)
     if not isinstance(observer, HessianObserver):
@@ -260,10 +276,10 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
 
 
 def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
-    """Refuse weights whose inputs their observers, or the Hessians for their rounding, cannot take.
+    """Raise a CalibrationError for weights whose inputs cannot be used by their observers, or by helpers with a Hessian.
 
-    A weight with a helper for its Hessian needs inputs because of the helper, so the helper is asked in the place of
-    the weight's observer.
+    If a helper gathers the Hessian of a weight, the helper needs the inputs, so it is checked in place of the weight's
+    observer.
     """
     input_observers = dict(observers)
     for (name, base), helper in helpers.items():
@@ -273,7 +289,7 @@ def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mappin
 
 
 def _fuse(plan: Plan, observers: Mapping[Key, Observer], join_ranges: bool) -> None:
-    """Let the observers of each fused set share their global scale."""
+    """Let the observers of each fused set share their global scale, and with ``join_ranges`` their range per tensor."""
     for group in plan.fused:
         for base_name in ("weight", "input"):
             fused = [observers[name, base_name] for name in group if (name, base_name) in observers]
@@ -283,7 +299,11 @@ def _fuse(plan: Plan, observers: Mapping[Key, Observer], join_ranges: bool) -> N
 def _watch_of_experts(
     model: nn.Module, containers: Mapping[str, list[nn.Module]], all_experts: bool
 ) -> ExpertWatch | None:
-    """The experts of a model; None if it has none, which is an error with ``calibrate_all_experts``."""
+    """Make the watch over a model's experts; None if the model has none.
+
+    Raises:
+        CalibrationError: the model has no experts, and ``all_experts`` (``calibrate_all_experts``) is set.
+    """
     if containers:
         return ExpertWatch(model, containers, all_experts)
     if all_experts:
@@ -297,9 +317,10 @@ def _watch_of_experts(
 
 
 def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan) -> list[list[str]]:
-    """The planned modules of each layer's experts, where engines run all of them quantized or none.
+    """Names of the planned modules of each layer's experts, which must be quantized all or not at all.
 
-    vLLM does so, and transformers loads them so.
+    vLLM runs, and transformers loads, the experts of a layer as one module. In models with code of their own, experts
+    in a ``ModuleList`` are independent.
     """
     layers = []
     for container in containers:
@@ -314,20 +335,20 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 
 #: the fields of a result that grow part by part
 ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens", "grids")
-#: facts that are a number of things, and the name of one
+#: facts that are counts, with the noun in the singular
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
 
 @dataclass
 class PlanSummary:
-    """What the plan of a calibration says of the quantized model.
+    """What is known of the quantized model before any data, from the plan of the calibration.
 
     Attributes:
-        fused: groups of modules that an engine takes quantized as a whole or not at all.
-        left_out: modules of a targeted class that cannot be quantized, by name the reason (tied to an embedding, say).
-        in_float: the share of the model's bytes that stays in float, by class of module, largest first; biases of
-            quantized modules do not count. None: not known.
-        engines: each engine's verdict on the checkpoint; empty for a model that is not of transformers.
+        fused: groups of names of modules that are quantized together or not at all.
+        left_out: by name of a targeted module that cannot be quantized, the reason (tied to an embedding, say).
+        in_float: by class of module, the share of the model's bytes that stays in float, largest first, without biases
+            of quantized modules. None: not known.
+        engines: by engine's name, its verdict on the checkpoint; empty if the model is not transformers'.
     """
 
     fused: list[list[str]] = field(default_factory=list)
@@ -338,24 +359,25 @@ class PlanSummary:
 
 @dataclass(repr=False)
 class CalibrationResult:
-    """The result of a calibration.
+    """The result of a calibration; ``session.result`` and ``callback.result`` are one.
 
     Attributes:
         scheme: short name of the scheme.
         modules: names of the modules that were quantized.
         observers: how many observers took part.
-        batches: how many batches (calls of the model) this rank saw.
-        measurements: how often an activation was reduced; fewer than the observers' calls where modules share inputs.
-        seconds: wall time from attaching to finishing, the user's forward passes included.
+        batches: how many batches (calls of the model) this rank observed.
+        measurements: how often the statistics of an activation were computed; modules that read the same tensor share
+            them.
+        seconds: wall time from attaching the hooks to the written qparams, the user's forward passes included.
         qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
         input_ranges: smallest and largest input of each module that was observed, in the units of the activation.
-        chosen_input_ranges: the range that each module's input scale was computed from, in the same units: an observer
-            may choose a smaller range than it observed, or a larger one.
+        chosen_input_ranges: the range from which the scale of each module's input was computed, in the same units: an
+            observer may choose a smaller range than it observed, or a larger one.
         skipped: modules left in full precision because no data reached them (``on_missing="warn"``, or in a fit).
-        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. A token
-            mask leaves padding out, except in experts that are not of this package.
-        fallback: modules of experts that no data reached, whose activations have their siblings' ranges
-            (``on_missing="siblings"``).
+        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. With a
+            token mask, padding does not count, except in experts that are not of this package.
+        fallback: names of modules in experts that no data reached, whose activations got the ranges of the layer's
+            other experts (``on_missing="siblings"``).
         grids: how much of each weight lies on a grid, by the name of its module, where the observer ``lattice`` looked
             for one: the shares of its scales that give a grid, and that store their values bit for bit.
         plan: what was known of the quantized model before the data.
@@ -381,14 +403,17 @@ class CalibrationResult:
     collectives: int = 0
 
     def add(self, part: CalibrationResult) -> None:
-        """Add the result of a part of the model; facts of the whole plan stay."""
+        """Add the result of a part of the model: the fields in :data:`ADDED`.
+
+        Calibrations part by part call this for each part; fields that describe the whole plan stay.
+        """
         for name in ADDED:
             total = getattr(self, name)
             addend = getattr(part, name)
             setattr(self, name, total | addend if isinstance(total, dict) else total + addend)
 
     def facts(self) -> dict[str, str]:
-        """The facts by name, in the order of every report: closing summary, page, log, ``repr``."""
+        """The main facts as texts by name, in the order in which summary, report page, log and ``repr`` show them."""
         has_ranks = self.ranks > 1
         facts = {
             "scheme": self.scheme,
@@ -406,7 +431,11 @@ class CalibrationResult:
         return facts
 
     def line(self, between: str) -> str:
-        """The facts but for the scheme as one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s..."""
+        """The facts without the scheme on one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s...
+
+        Args:
+            between: the text between two facts.
+        """
         facts = self.facts()
         texts = []
         for plural, singular in _COUNTED.items():
@@ -422,7 +451,7 @@ class CalibrationResult:
         return between.join(texts)
 
     def __repr__(self) -> str:
-        """Ten lines at most; the tensors are in :attr:`qparams`."""
+        """The facts on about ten lines, without the tensors of :attr:`qparams`."""
         facts = self.facts()
         total = sum(value.nbytes for value in self.qparams.values())
         left_out = [f"{name} ({reason})" for name, reason in self.plan.left_out.items()]
@@ -439,7 +468,7 @@ class CalibrationResult:
         return printable("\n".join(["CalibrationResult", *lines]))
 
     def _widest_input(self) -> str:
-        """The module whose input has the largest value, and the range of that input; empty if none was observed."""
+        """The module whose input has the largest magnitude, with the input's range; empty if none was observed."""
         widest = ""
         largest = -1.0
         for name, (low, high) in self.input_ranges.items():
