@@ -276,7 +276,7 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
 
 
 def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
-    """Raise a CalibrationError for weights whose inputs cannot be used by their observers, or by helpers with a Hessian.
+    """Raise a CalibrationError for weights whose inputs do not suit their observers, or the helpers with a Hessian.
 
     If a helper gathers the Hessian of a weight, the helper needs the inputs, so it is checked in place of the weight's
     observer.

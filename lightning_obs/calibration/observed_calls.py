@@ -1,6 +1,6 @@
-"""The calls of a model that are observed: which tokens of the present call count, and what was counted so far.
+"""The record of a model's observed calls: which tokens of the present call count, and what was counted so far.
 
-Hooks read and change this record while the model runs. Its owner is the session; the observation holds it.
+An observation holds one. Hooks read and change it while the model runs; the session pauses it and counts batches.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class ObservedCalls:
 
     Attributes:
         batches: how many batches (usually calls of the model) were observed.
-        measurements: how often an activation was reduced to a statistic; modules that read one tensor share it.
-        is_paused: whether calls of the model are ignored, although hooks are attached.
-        mask: on the CPU, nonzero for the tokens, ``(batch, tokens)``, or samples, ``(batch,)``, that count; None: all.
-        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container; a count
-            is an int, or a tensor on the device where the expert ran.
-        cache: of the tensor that was read last. Sessions that observe the same calls may share it.
-        readers: which module reads which quantized output; None: no output is quantized.
+        measurements: how often the statistics of an activation were computed; modules that read one tensor share them.
+        is_paused: whether hooks ignore the calls of the model, although they are attached.
+        mask: the mask of the present call, on the CPU, nonzero for the tokens ``(batch, tokens)`` or samples
+            ``(batch,)`` that count; None: all count.
+        expert_tokens: by name of the experts' container, how many tokens the router sent to each expert. A count is an
+            int, or a scalar tensor if a mask excluded tokens.
+        cache: the statistics of the tensor that was read last. Sessions that observe the same calls may share it.
+        readers: the record of which module reads which quantized output; None: no output is quantized.
     """
 
     batches: int = 0
@@ -40,5 +41,5 @@ class ObservedCalls:
     readers: OutputReaders | None = None
 
     def paused(self) -> AbstractContextManager[None]:
-        """A block in which calls of the model are ignored."""
+        """A context manager in which hooks ignore the calls of the model."""
         return patch_attr(self, "is_paused", True)

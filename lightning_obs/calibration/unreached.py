@@ -1,4 +1,7 @@
-"""Modules that no data reached: an error, or left in float with a warning."""
+"""Modules that no data reached: raise an error, or leave them in full precision with a warning.
+
+``finalize`` comes here once the statistics were reduced over ranks, before it computes qparams.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ from lightning_obs.observers import Key
 
 
 def left_in_float_without_data(observation: Observation, unreached: Collection[Key]) -> set[str]:
-    """Names of modules to leave in full precision, because no data reached them, with the modules fused with them.
+    """Decide which modules stay in full precision because no data reached them, and warn of them.
 
     Args:
-        observation: of this rank; its ``lacks_data`` says afterwards whether data were missing.
-        unreached: the observers that no data reached on any rank, and that have no stand-in.
+        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data.
+        unreached: the observers that no data reached on any rank, without those that have a stand-in.
+
+    Returns:
+        Names of these modules, and of the modules that can only be quantized together with them.
 
     Raises:
-        CalibrationError: no observer has any data, or one has none and ``on_missing`` is ``"error"``; in a fit, which
-            an error would end, there is a warning instead.
+        CalibrationError: no observer has data; or some observer has none, and ``on_missing`` does not allow it. In a
+            fit, which an error would end, modules without data are left with a warning whatever ``on_missing`` says.
     """
     required = _required_observers(observation)
     lacking = [key for key in required if key in unreached]
@@ -29,7 +35,7 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     observation.lacks_data = True
     if len(lacking) == len(required) and not observation.others_have_data:
         raise _no_data_at_all(observation, required)
-    # An attention module without scales would be loaded with uninitialized ones: there, nothing can be left out.
+    # A loader would allocate scales for an attention module and leave them uninitialized, so it cannot be left out.
     needs_all_scales = any(base in ATTENTION for _, base in lacking)
     may_be_left = observation.options.on_missing == "warn" or observation.is_fitting
     if needs_all_scales or not may_be_left:
@@ -45,7 +51,10 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
 
 
 def _required_observers(observation: Observation) -> list[Key]:
-    """The observers that need data: not those of helpers, except for a Hessian. Experts may lack that too."""
+    """The observers that must have data: those of the plan, and helpers that gather a Hessian.
+
+    With ``on_missing="siblings"`` the Hessian may be missing, too: an expert without tokens is rounded to nearest.
+    """
     helpers = {RANGE, GRADIENTS, INPUT_ERRORS}
     if observation.options.on_missing == "siblings":
         helpers.add(HESSIAN)
@@ -53,7 +62,10 @@ def _required_observers(observation: Observation) -> list[Key]:
 
 
 def _refuse_hidden_statistics(observation: Observation, lacking: Sequence[Key]) -> None:
-    """Raise a CalibrationError for a user's observers that gathered statistics and do not say so."""
+    """Raise a CalibrationError if a user's observer holds statistics although its ``has_statistics`` is False.
+
+    Such an observer counts as unreached by mistake; the error says what its class lacks.
+    """
     hidden = []
     for key in lacking:
         if key in observation.observers and observation.observers[key].get_statistics():
@@ -67,6 +79,7 @@ def _refuse_hidden_statistics(observation: Observation, lacking: Sequence[Key]) 
 
 
 def _no_data_at_all(observation: Observation, required: Sequence[Key]) -> CalibrationError:
+    """The error to raise if no required observer has data."""
     if all(base in ("weight", HESSIAN) for _, base in required):
         reason = "weights that are observed with their inputs"
         alternative = "an observer that needs no inputs (memoryless_mse)"
@@ -83,6 +96,7 @@ def _no_data_at_all(observation: Observation, required: Sequence[Key]) -> Calibr
 
 
 def _no_data_for_some(observation: Observation, lacking: Sequence[Key], required: Sequence[Key]) -> CalibrationError:
+    """The error to raise if some required observers (``lacking``) have no data."""
     remedy = "add calibration batches, list them in `ignore`, or set on_missing='warn' to leave them in full precision."
     if observation.experts is not None:
         remedy += " For experts there are on_missing='siblings' and calibrate_all_experts=True."
@@ -92,6 +106,7 @@ def _no_data_for_some(observation: Observation, lacking: Sequence[Key], required
 
 
 def _warn_of_modules_left(observation: Observation, lacking: Sequence[Key], fused_with_them: Collection[str]) -> None:
+    """Warn of the modules that are left in full precision: those of ``lacking``, and modules fused with them."""
     text = f"left in full precision, because no data reached them: {name_list(_texts(lacking))}"
     if fused_with_them:
         text += f"; and, fused with them: {name_list(sorted(fused_with_them))}"
@@ -101,7 +116,7 @@ def _warn_of_modules_left(observation: Observation, lacking: Sequence[Key], fuse
 
 
 def _texts(keys: Sequence[Key]) -> list[str]:
-    """What was not observed, for an error: ``"layer (input)"``, ``"layer (inputs for its weight)"``."""
+    """A text for each tensor that was not observed: ``"layer (input)"``, ``"layer (inputs for its weight)"``."""
     texts = []
     for name, base in keys:
         missing = "inputs for its weight" if base in ("weight", HESSIAN) else base

@@ -1,7 +1,8 @@
-"""Round weights by the Hessians of their inputs, after their scales are chosen: not always to the nearest number.
+"""Round weights by the Hessians of their modules' inputs (``rounding="gptq"``), once the scales are chosen.
 
-A weight is rounded on the rank that observed it: roundings are shared out over ranks as ranges are. Each is an observer
-whose statistic is the rounded weight. Every rank ends with all of them, a byte for each element of a weight.
+``finalize`` makes a :class:`WeightRounding` for each weight that is to be rounded. It is an observer whose statistic is
+the rounded weight, so that roundings are shared out over ranks as the searches of ranges are: the rank that observed a
+weight rounds it. Afterwards every rank has all rounded weights, one byte for each element.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from lightning_obs.observers.statistic import Statistic, observing
 
 @dataclass(frozen=True)
 class GatheredProducts:
-    """What data has told of a module, by which its weight is rounded.
+    """The sums of products that were gathered for one module with a weight ``(R, C)``, and by which it is rounded.
 
     Attributes:
-        hessian: ``sum x x^T`` of the module's inputs, ``(C, C)``.
-        output_hessian: ``sum |x|^2 g g^T`` of the gradients at its outputs, ``(R, R)``; None: it was not gathered, and
-            rows are rounded one by one.
-        input_errors: ``sum (x - x~) x~^T`` of inputs x in full precision and quantized inputs x~, by which ``hessian``
-            was gathered, ``(C, C)``; None: the weight itself is rounded, not a corrected one.
+        hessian: ``sum x x^T`` over the module's inputs x, ``(C, C)``.
+        output_hessian: ``sum |x|^2 g g^T`` over the gradients g at its outputs, ``(R, R)``; None: it was not gathered,
+            and the rows of the weight are rounded independently.
+        input_errors: ``sum (x - x~) x~^T``, ``(C, C)``, with x in full precision and x~ from the quantized modules
+            before, which also gave ``hessian``; None: it was not gathered, and errors of inputs are not corrected.
     """
 
     hessian: torch.Tensor
@@ -40,11 +41,11 @@ class GatheredProducts:
 
 
 class WeightRounding(Observer):
-    """Rounds one weight, with its scales as they are stored.
+    """Rounds one weight with its stored scales; made by :func:`make_roundings`.
 
     Args:
-        args: say how the weight is quantized, and how to round it.
-        qparams: ``{"weight_scale": tensor, ...}``.
+        args: of the weight: its number format, and the options of the rounding.
+        qparams: of the module as they are stored, ``{"weight_scale": tensor, ...}``.
         products: of the module.
 
     Attributes:
@@ -66,6 +67,10 @@ class WeightRounding(Observer):
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
+        """Round the weight ``value``, ``(R, C)``, and keep the result in ``rounded``.
+
+        ``finalize`` calls this on the rank that owns the weight. ``g_idx`` is not used.
+        """
         qparams: Any = self._qparams
         options = self.rounding or RoundingOptions()
         with observing(self):
@@ -81,7 +86,7 @@ class WeightRounding(Observer):
         return self
 
     def _target(self, weight: torch.Tensor, options: RoundingOptions) -> torch.Tensor:
-        """The matrix that is rounded: the weight, or one that makes up for a share of the errors of its inputs."""
+        """The matrix to round: the weight, or with a correction one that makes up for a share of its inputs' errors."""
         products = self._products
         if products.input_errors is None or not options.correction:
             return weight
@@ -95,12 +100,17 @@ def make_roundings(
     data_observers: Mapping[Key, Observer],
     qparams: Mapping[str, dict[str, torch.Tensor]],
 ) -> dict[Key, WeightRounding]:
-    """A rounding for each weight that is to be rounded; a warning names the weights that have no Hessian.
+    """Make a rounding for each weight that is to be rounded; a warning names those without a Hessian.
+
+    ``finalize`` calls this once all scales were computed and checked.
 
     Args:
-        observers: of weights; one that keeps a Hessian of inputs gives it.
-        data_observers: among them the helpers that gather Hessians for the other weights.
+        observers: of the weights. An observer that gathers a Hessian of inputs itself provides it.
+        data_observers: among them the helpers, which provide the other sums of products.
         qparams: ``{"layer": {"weight_scale": tensor}}``, as they are stored.
+
+    Returns:
+        The roundings by module name and base name.
     """
     roundings: dict[Key, WeightRounding] = {}
     without_inputs = []
