@@ -35,20 +35,24 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that runs a checkpoint: an engine's answer to :meth:`Engine.takes` and :meth:`Engine.check`."""
+    """The hardware that runs a checkpoint: an engine's answer to :meth:`Engine.takes` and :meth:`Engine.check`.
 
-    cuda: int | None = None  # least compute capability, times ten (89: CUDA 8.9); None: no kernel for CUDA
+    NVIDIA GPUs are told apart by their compute capability. ``str()`` is the text that users read: ``"CPU, CUDA
+    capability 7.5 or newer"``.
+    """
+
+    cuda: int | None = None  # the smallest compute capability, times ten (89: Ada, 8.9); None: no kernel for CUDA
     cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "Apple silicon"; empty: none
-    last: int | None = None  # the greatest compute capability, times ten; None: any
+    last: int | None = None  # the largest compute capability, times ten; None: no upper limit
 
     def __str__(self) -> str:
         kinds = [self.cpu] if self.cpu else []
         if self.cuda is not None:
-            kinds.append(f"CUDA {self.cuda / 10:.1f}{self._upper_end()}")
+            kinds.append(f"CUDA capability {self.cuda / 10:.1f}{self._upper_end()}")
         return ", ".join(kinds) or "no hardware"
 
     def _upper_end(self) -> str:
-        """The end of the range of compute capabilities, in words that follow its beginning."""
+        """The text behind the smallest compute capability: ``" or newer"``, ``" to 9.0"``, or nothing."""
         if self.last is None:
             return " or newer"
         if self.last == self.cuda:
@@ -56,7 +60,7 @@ class Hardware:
         return f" to {self.last / 10:.1f}"
 
     def and_(self, second: Hardware) -> Hardware:
-        """The hardware that runs both."""
+        """The hardware that fulfils both; :meth:`Engine.check` calls it for one module after the other."""
         cpu = ""
         if self.cpu and second.cpu:
             cpu = max(self.cpu, second.cpu, key=len)  # "CPU with AMX" asks for more than "CPU"
@@ -77,13 +81,19 @@ class Verdict:
     """An engine's answer about a checkpoint that is not written yet."""
 
     loads: bool  # whether the engine loads it and gives the calibrated model
-    text: str = ""  # the hardware that runs it, if known; or why the engine does not load it
-    what: str = ""  # why it does not load it, in one clause, without modules and remedy; else empty
+    text: str = ""  # if it loads: the hardware that runs it, or nothing; else the whole error message
+    what: str = ""  # if it does not load: the reason in one clause, without module names and remedy
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """A checkpoint to be written: the model, its modules that will be quantized, and the user's own fused sets."""
+    """What engines are asked about: a checkpoint that will be written.
+
+    Attributes:
+        model: holds the modules.
+        targets: the modules that will be quantized.
+        own_sets: the user's ``fused_sets``, attribute names under one parent, beside those of the engine.
+    """
 
     model: nn.Module
     targets: list[PlannedModule]
@@ -91,7 +101,7 @@ class PlannedCheckpoint:
 
     @property
     def modules(self) -> list[PlannedModule]:
-        """The targets with weights or inputs to quantize, without attention whose states are quantized."""
+        """The targets whose weights or inputs are quantized: all but attention modules, whose states are."""
         return [target for target in self.targets if not target.states]
 
     @property
@@ -106,7 +116,7 @@ class PlannedCheckpoint:
 
     @property
     def has_several_schemes(self) -> bool:
-        """Whether the targets have more than one scheme."""
+        """Whether the checkpoint's config would have several groups."""
         identities = {scheme_identity(target.scheme) for target in self.targets}
         return len(identities) > 1
 
@@ -120,7 +130,8 @@ class Engine:
     """
 
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
-    #: attribute names, under one parent, of modules that are one matrix there: they share global scales and one scheme
+    #: attribute names, under one parent, of modules that the engine multiplies as one matrix: the modules of a set have
+    #: one scheme and one global scale
     fused_sets: ClassVar[FusedSets] = FUSED_SETS
     #: whether :meth:`remarks` are also asked for where the checkpoint is written for another engine
     remarks_on_others: ClassVar[bool] = True
@@ -128,7 +139,7 @@ class Engine:
 
     @staticmethod
     def register(name: str) -> Callable[[type[_E]], type[_E]]:
-        """Make an engine known by its name in ``engines``."""
+        """A decorator for a subclass, of which it makes the one object that ``engines=[name]`` stands for."""
 
         def add(engine: type[_E]) -> type[_E]:
             ENGINES[name] = engine()
@@ -138,6 +149,10 @@ class Engine:
 
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
         """The hardware that runs one module in its scheme; None: not known.
+
+        Args:
+            target: the module and its scheme.
+            is_expert: whether it belongs to one of several experts.
 
         Raises:
             CalibrationError: the engine does not take the module, and why.
@@ -162,18 +177,23 @@ class Engine:
         return hardware
 
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Remarks for the user, each of which becomes a CalibrationWarning.
+        """Texts that :func:`ask_engines` shows the user as warnings, for a checkpoint that other engines may take.
 
-        ``is_target``: the checkpoint is written for this engine, which takes it.
+        Args:
+            planned: the checkpoint.
+            is_target: whether it is written for this engine, whose :meth:`check` has accepted it.
         """
         return iter(())
 
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
-        """The name by which the engine looks up each module in a checkpoint's quantization config."""
+        """By module name, the name under which the engine looks the module up in a checkpoint's quantization config."""
         return {name: name for name in names}
 
     def matches_class(self, model: nn.Module, module: nn.Module) -> bool:
-        """Whether the engine's module has the class by which the config targets it; else the config must name it."""
+        """Whether the config may target a module by its class.
+
+        False: the engine has a module of another class in its place, so the config has to list the module's name.
+        """
         return True
 
 
@@ -204,7 +224,7 @@ def ask_engines(
     Args:
         planned: the checkpoint.
         target: the engine that it is written for.
-        further_engines: have to take it, too.
+        further_engines: the others that the user has named; they have to take it, too.
 
     Raises:
         CalibrationError: the target, or one of the further engines, does not take it.
@@ -229,7 +249,7 @@ def ask_engines(
 
 
 def _verdict(engine: Engine, planned: PlannedCheckpoint) -> Verdict:
-    """The answer of an engine that does not have to take the checkpoint."""
+    """The answer of an engine that the user has not named: its error becomes part of the verdict."""
     try:
         hardware = engine.check(planned)
     except CalibrationError as error:

@@ -1,6 +1,8 @@
-"""Engines of language models that load schemes by family: a table of families and hardware.
+"""Engines of language models whose answers are a table: which schemes they load, and the hardware that runs them.
 
-An engine of this kind is a table of :class:`Family` and the rules that concern several modules at once.
+A row of the table is a :class:`Family`: schemes that the engine runs with the same kernels. An engine is a subclass of
+:class:`FamilyEngine` with a table, and with rules about several modules at once (``vllm.py``). The predicates below, as
+``NVFP4`` or ``INT8_TOKENS``, are the words that rows are written in.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ REMEDY = (
 
 
 def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
-    """A predicate of quantization arguments, for a :class:`Family`; None (full precision) never fits.
+    """A predicate that tells whether quantization arguments fit, for a row of :class:`Family`; None never fits.
 
     Args:
         numbers: the number formats that fit, separated by spaces (``"int4 int8"``).
@@ -50,12 +52,12 @@ def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
 
 
 def full(args: QuantizationArgs | None) -> bool:
-    """Whether a tensor stays in full precision."""
+    """The predicate that fits tensors in full precision, for a row of :class:`Family`."""
     return args is None
 
 
 def either(*choices: Fits) -> Fits:
-    """A predicate that is true where one of several is."""
+    """A predicate that is true where any of ``choices`` is."""
     return lambda args: any(choice(args) for choice in choices)
 
 
@@ -74,31 +76,41 @@ INT8_CHANNEL = fits("int8", "channel", symmetric=True)
 INT8_EITHER = either(INT8_CHANNEL, fits("int8", "tensor", symmetric=True))
 INT8_TOKENS = fits("int8", "token", dynamic=True)
 INT8_STATIC = fits("int8", "tensor", dynamic=False)
-#: inputs that leave no scale in the checkpoint
+#: inputs whose scales are computed at run time: the checkpoint holds none
 DYNAMIC = fits("int4 int8 float8", "token", "tensor", "group", dynamic=True)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Schemes that an engine runs with the same kernels."""
+    """Schemes that an engine runs with the same kernels: a row of its table.
+
+    Attributes:
+        name: of the schemes, for the reader of the table.
+        weights: tells whether the arguments of weights are of this family.
+        inputs: the same for inputs.
+        linear: the hardware that runs Linear modules.
+        experts: the hardware that runs experts; None: the engine refuses them.
+        differs: how the engine's arithmetic differs from the scheme's; a remark to the user. Empty: it does not.
+        signed: whether the engine reads negative scales of weights correctly.
+    """
 
     name: str
-    weights: Fits  # whether weights fit
-    inputs: Fits  # whether inputs fit
-    linear: Hardware  # that runs Linear modules
-    experts: Hardware | None = None  # that runs experts; None: they are refused
-    differs: str = ""  # where the engine does not compute as the scheme says
-    signed: bool = True  # whether negative scales of weights are read rightly
+    weights: Fits
+    inputs: Fits
+    linear: Hardware
+    experts: Hardware | None = None
+    differs: str = ""
+    signed: bool = True
 
 
 class FamilyEngine(Engine):
-    """An engine of transformers' models that loads the schemes of a table."""
+    """An engine of transformers' models that loads the schemes of a table; a subclass is an engine."""
 
     release: ClassVar[str]  # the engine and the version whose source the table was read from
-    families: ClassVar[Sequence[Family]]  # in the engine's order
+    families: ClassVar[Sequence[Family]]  # the table, in the order in which the engine tries kernels
     stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)  # the kinds of modules that it loads quantized
     remarks_on_others = False
-    states: ClassVar[Hardware | None] = None  # that runs a quantized kv cache; None: it is refused
+    states: ClassVar[Hardware | None] = None  # the hardware that runs a quantized kv cache; None: it is refused
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
         """The first family that a scheme fits; None: the engine refuses it."""
@@ -111,6 +123,7 @@ class FamilyEngine(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        """As :meth:`.Engine.check`; refuses other models, other kinds of modules, and a kv cache without hardware."""
         if not is_transformers_model(planned.model):
             kind = type(planned.model).__name__
             raise CalibrationError(f"{self.name} does not load a {kind}", expected="a model of transformers")
@@ -130,6 +143,7 @@ class FamilyEngine(Engine):
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
+        """As :meth:`.Engine.takes`: the hardware of the module's family; a scheme of no family is refused."""
         if target.states:
             return self.states
         family = self.family_of(target.scheme)
@@ -153,7 +167,7 @@ class FamilyEngine(Engine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Where the engine does not compute as the scheme says; asked of the engine that will load the checkpoint."""
+        """As :meth:`.Engine.remarks`: how its arithmetic differs from the scheme, and in which modules."""
         names_by_difference: dict[str, list[str]] = {}
         for target in planned.targets:
             family = None if target.states else self.family_of(target.scheme)

@@ -1,10 +1,10 @@
-"""The part of compressed-tensors checkpoints that llama.cpp's converter reads.
+"""The compressed-tensors checkpoints that llama.cpp's converter reads.
 
 Read from commit 0c1e57098, which llama-cpp-python 0.3.36 ships (``conversion/base.py``: ``dequant_model``,
-``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/evidence/engines.md). It dequantizes all but
-NVFP4, which stays as it is: the GGUF file has the checkpoint's values in the type that ``--outtype`` says, and inputs
-are no longer quantized. Tensors that it cannot name (scales of inputs, of a kv cache) are an error, and so are
-several config groups, unless all are NVFP4. Integers of 3, 5, 6 and 7 bits are packed in a layout that it does not
+``_generate_nvfp4_tensors``); checkpoints were converted with it (docs/evidence/engines.md). It keeps NVFP4
+as it is and dequantizes all else: the GGUF file then has the checkpoint's values in the type of ``--outtype``, and
+inputs are no longer quantized. Tensors that it has no name for (scales of inputs or of a kv cache) are an error, and so
+are several config groups, unless all are NVFP4. Integers of 3, 5, 6 and 7 bits are packed in a layout that it does not
 read.
 """
 
@@ -19,7 +19,7 @@ from lightning_obs.engines.families import Family, FamilyEngine, either, fits, f
 from lightning_obs.errors import CalibrationError, refuse
 
 _ANY = Hardware(cpu="any hardware")
-_INPUTS = "llama.cpp leaves the inputs alone, which the scheme quantizes"
+_INPUTS = "llama.cpp does not quantize the inputs, although the scheme does"
 _FP8 = either(fit.FP8_CHANNEL, fit.FP8_BLOCK)
 
 
@@ -31,6 +31,7 @@ class LlamaCpp(FamilyEngine):
     release = "llama.cpp's converter (0c1e57098)"
     stored = (nn.Linear, nn.Embedding)
     states = _ANY
+    # Each row: name, weights, inputs, the hardware of Linear modules, the hardware of experts, the remark.
     families = (
         Family("NVFP4A16", fit.NVFP4, full, _ANY, _ANY),
         Family("NVFP4", fit.NVFP4, fit.NVFP4, _ANY, _ANY),
@@ -42,6 +43,7 @@ class LlamaCpp(FamilyEngine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        """As :meth:`.Engine.check`; refuses several schemes and a quantized kv cache, unless all weights are NVFP4."""
         hardware = super().check(planned)
         modules = planned.modules
         if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):

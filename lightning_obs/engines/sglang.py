@@ -2,10 +2,13 @@
 
 Read from SGLang 0.5.23 (``layers/quantization/compressed_tensors/``: ``compressed_tensors.py``, ``utils.py``,
 ``schemes/``; Marlin's list of groups in ``marlin_utils.py``) and held against its Linear layers by ``make engines``
-(docs/evidence/engines.md); no kernel was run. Its loader began as vLLM's: fused sets, names and the output embedding
-are looked up alike. CUDA only: the loader asks for a compute capability. Static int8 inputs have a class, whose one
-scale takes none of a fused set; MX formats have none. Experts in MXFP4 take a path of their own, not followed, and
-are refused.
+(docs/evidence/engines.md); no kernel was run. Its loader began as vLLM's, and looks up fused sets, names
+and the output embedding as vLLM does; so its engine is a subclass of vLLM's. It runs on CUDA only: the loader asks for
+a compute capability.
+
+What the table leaves out is refused. SGLang has a class for static int8 inputs, but it holds a single scale, and the
+modules of a fused set bring several. It has no class for MX formats. It loads experts in MXFP4 by other code, which was
+not read.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ _AMPERE = Hardware(80)
 _ADA = Hardware(89)
 #: sgl-kernel multiplies int8 by kernels for these capabilities only
 _INT8 = Hardware(80, last=90)
-_WEIGHTS_ONLY = "below CUDA {} SGLang leaves the inputs alone, which the scheme quantizes"
+_WEIGHTS_ONLY = "below CUDA capability {} SGLang does not quantize the inputs, although the scheme does"
 _FP8_DYNAMIC = fits("float8", "token", "tensor", "group", dynamic=True)
 _BELOW_89 = _WEIGHTS_ONLY.format("8.9")
 _BELOW_100 = _WEIGHTS_ONLY.format("10.0")
@@ -36,7 +39,8 @@ class SGLang(VLLM):
     name = "SGLang"
     release = "SGLang 0.5.23"
     remarks_on_others = False  # vLLM's remarks cover both
-    states = _AMPERE
+    states = _AMPERE  # runs a quantized kv cache
+    # Each row: name, weights, inputs, the hardware of Linear modules, the hardware of experts, the remark.
     families = (
         Family("WNA16", fits("int4 int8", "group", group_size=(32, 64, 128)), full, _AMPERE, _AMPERE),
         Family("WNA16 per channel", fits("int4 int8", "channel"), full, _AMPERE, _AMPERE),
@@ -52,6 +56,7 @@ class SGLang(VLLM):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        """As :meth:`.Engine.check`; refuses quantized queries, too."""
         refuse(
             [target.name for target in planned.targets if "q" in target.states],
             f"{self.release} cannot read a config that quantizes q",
@@ -61,6 +66,7 @@ class SGLang(VLLM):
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
+        """As :meth:`.Engine.takes`; refuses a kv cache with a scale per head, too."""
         if any(args.strategy != "tensor" for args in target.states.values()):
             raise CalibrationError(
                 f"{self.release} ignores a kv cache that has more than one scale for k and one for v",

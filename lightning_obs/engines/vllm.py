@@ -2,9 +2,9 @@
 
 Read from vLLM 0.32.0 (``compressed_tensors.py``, ``compressed_tensors_moe.py``, the lists of kernels in
 ``kernels/linear``) and held against that release by ``make engines`` (docs/evidence/engines.md). vLLM takes the first
-family that a scheme fits; its loader refuses a scheme that fits none. Whether vLLM has a model of this architecture
-is not checked, except that it has no T5, BART or Marian: an architecture that it lacks does not load unquantized
-either.
+family that a scheme fits; its loader refuses a scheme that fits none. Whether vLLM has the model's architecture is not
+checked, since a model that vLLM lacks does not load unquantized either. Only encoder-decoders that read text (T5, BART,
+Marian) are refused.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ _INTS = "int2 int3 int4 int5 int6 int7"
 _W4AFP8 = fits("int4", "group", group_size=128, symmetric=True)
 _MX_FP8_INPUTS = fits("float8", "token", "group", dynamic=True, symmetric=True)
 _INT_TOKENS = fits("int4 int8", "token", "group", dynamic=True, symmetric=True)
-_A16 = "vLLM quantizes the inputs too where the hardware can, though the scheme leaves them in full precision"
-_MX_INPUTS = "where vLLM has no kernel for these inputs (below CUDA 10.0), it quantizes them to MXFP4"
-_NO_AMX = "where vLLM has no kernel that quantizes the inputs too (CPUs without AMX), it leaves them alone"
+_A16 = "vLLM quantizes the inputs too where the hardware can, although the scheme leaves them in full precision"
+_MX_INPUTS = "where vLLM has no kernel for these inputs (below CUDA capability 10.0), it quantizes them to MXFP4"
+_NO_AMX = "where vLLM has no kernel that quantizes the inputs too (CPUs without AMX), it does not quantize them"
 
-#: in vLLM's order. Marlin with int8 inputs reads negative scales wrongly (vLLM #48926); other kernels of quantized
-#: inputs below 8 bits were not tried
+#: in vLLM's order; each row: name, weights, inputs, the hardware of Linear modules, that of experts, the remark.
+#: Marlin with int8 inputs reads negative scales wrongly (vLLM #48926); other kernels of quantized inputs below 8 bits
+#: were not tried
 FAMILIES = (
     Family("NVFP4A16", fit.NVFP4, full, _CUDA, _CUDA),
     Family("NVFP4", fit.NVFP4, fit.NVFP4, _CUDA, _CUDA),
@@ -75,10 +76,11 @@ class VLLM(FamilyEngine):
     release = "vLLM 0.32"
     families: ClassVar[Sequence[Family]] = FAMILIES
     remarks_on_others = True  # it is where most checkpoints go in the end
-    states = _CPU
+    states = _CPU  # runs a quantized kv cache
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        """As :meth:`.Engine.check`; refuses encoder-decoders of text and what :meth:`_refusals` names, too."""
         config = getattr(planned.model, "config", None)
         reads_text = getattr(planned.model, "main_input_name", "") == "input_ids"
         if getattr(config, "is_encoder_decoder", False) and reads_text:
@@ -93,6 +95,7 @@ class VLLM(FamilyEngine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
+        """As :meth:`.Engine.remarks`; of a checkpoint for another engine also why vLLM would refuse it."""
         if not is_target:
             for refusal in self._refusals(planned):
                 yield str(refusal)

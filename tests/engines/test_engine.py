@@ -36,7 +36,7 @@ def aurora_engine(monkeypatch):
 
 def test_a_table_of_families_is_an_engine_s_verdict_in_a_session(aurora_engine, tiny_llama):
     verdict = CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"]).engines["Aurora"]
-    assert (verdict.loads, verdict.text, verdict.what) == (True, "CUDA 8.9 or newer", "")
+    assert (verdict.loads, verdict.text, verdict.what) == (True, "CUDA capability 8.9 or newer", "")
     verdict = CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"]).engines["Aurora"]
     assert (verdict.loads, "Aurora 1.0 has nothing that loads modules" in verdict.what) == (False, True)
     with pytest.raises(CalibrationError, match=r"Aurora 1\.0 does not load a quantized kv cache"):

@@ -21,8 +21,8 @@ def int_weights(bits=4, **args):
 
 FP8_WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "channel"}
 SIGNED = {"observers": {"weight": {"name": "memoryless_mse", "signed": True}}}
-AMPERE = "CUDA 8.0 or newer"
-INT8 = "CUDA 8.0 to 9.0"
+AMPERE = "CUDA capability 8.0 or newer"
+INT8 = "CUDA capability 8.0 to 9.0"
 ANY = "any hardware"
 #: by scheme, the hardware that SGLang and llama.cpp name; None: they refuse it
 SAID = {
@@ -70,8 +70,8 @@ def test_llama_cpp_takes_one_scheme_or_several_of_nvfp4(tiny_llama):
 @pytest.mark.parametrize(
     ("engine", "scheme", "message"),
     [
-        ("sglang", "NVFP4", "below CUDA 10.0 SGLang leaves the inputs alone"),
-        ("llama.cpp", "W8A8", "llama.cpp leaves the inputs alone"),
+        ("sglang", "NVFP4", "below CUDA capability 10.0 SGLang does not quantize the inputs"),
+        ("llama.cpp", "W8A8", "llama.cpp does not quantize the inputs"),
     ],
 )
 def test_what_a_reader_computes_in_another_way_is_a_warning(engine, scheme, message, tiny_llama):
@@ -85,7 +85,7 @@ def test_sglang_has_rules_for_experts_of_its_own():
     linearize_experts(model)
     said = {s: asked(model, s, "unchecked", ignore="lm_head")[1]["SGLang"] for s in ("FP8", "W8A8", "NVFP4A16")}
     assert {scheme: verdict.loads for scheme, verdict in said.items()} == {"FP8": True, "W8A8": False, "NVFP4A16": True}
-    assert said["FP8"].text == "CUDA 8.9 or newer"
+    assert said["FP8"].text == "CUDA capability 8.9 or newer"
 
 
 def test_sglang_refuses_what_vllm_refuses_of_a_fused_set(tiny_llama):

@@ -23,19 +23,19 @@ FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": 
 @pytest.mark.parametrize(
     ("scheme", "hardware"),
     [
-        ("INT8_STATIC", "CPU, CUDA 7.5 or newer"),
-        ("W8A8", "CPU, CUDA 7.5 or newer"),
-        ("W4A16", "CPU, CUDA 7.5 or newer"),
-        ("W4A16_ASYM", "CPU, CUDA 7.5 or newer"),
-        ("W8A16", "CUDA 7.5 or newer"),
-        ("W4AFP8", "CUDA 9.0"),
-        ("FP8", "CPU with AMX, CUDA 7.5 or newer"),
-        ("FP8_DYNAMIC", "CPU, CUDA 7.5 or newer"),
-        ("FP8_BLOCK", "CPU with AMX, CUDA 7.5 or newer"),
-        ("NVFP4", "CUDA 7.5 or newer"),
-        ("NVFP4A16", "CUDA 7.5 or newer"),
-        ("MXFP4", "CUDA 8.0 or newer"),
-        ("MXFP8", "CUDA 7.5 or newer"),
+        ("INT8_STATIC", "CPU, CUDA capability 7.5 or newer"),
+        ("W8A8", "CPU, CUDA capability 7.5 or newer"),
+        ("W4A16", "CPU, CUDA capability 7.5 or newer"),
+        ("W4A16_ASYM", "CPU, CUDA capability 7.5 or newer"),
+        ("W8A16", "CUDA capability 7.5 or newer"),
+        ("W4AFP8", "CUDA capability 9.0"),
+        ("FP8", "CPU with AMX, CUDA capability 7.5 or newer"),
+        ("FP8_DYNAMIC", "CPU, CUDA capability 7.5 or newer"),
+        ("FP8_BLOCK", "CPU with AMX, CUDA capability 7.5 or newer"),
+        ("NVFP4", "CUDA capability 7.5 or newer"),
+        ("NVFP4A16", "CUDA capability 7.5 or newer"),
+        ("MXFP4", "CUDA capability 8.0 or newer"),
+        ("MXFP8", "CUDA capability 7.5 or newer"),
     ],
 )
 def test_the_plan_says_on_what_vllm_runs_a_scheme(scheme, hardware, tiny_llama):
@@ -46,7 +46,7 @@ def test_the_plan_says_on_what_vllm_runs_a_scheme(scheme, hardware, tiny_llama):
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        ("W4A8", "leaves them alone.*down_proj"),
+        ("W4A8", "does not quantize them.*down_proj"),
         ("MXFP4A16", "quantizes the inputs too.*down_proj"),
         ("MXFP8A16", "quantizes the inputs too.*down_proj"),
     ],
@@ -68,7 +68,7 @@ def test_negative_scales_are_refused_where_its_kernels_misread_them(scheme, load
 
 def test_a_mixture_runs_where_each_of_its_schemes_does(tiny_llama):
     groups = {"W4AFP8": ["re:.*mlp.*_proj"], "MXFP4": ["re:.*self_attn.*_proj"]}  # Hopper only; 8.0 or newer
-    assert asked(tiny_llama(torch.bfloat16), groups, "vllm")[1]["vLLM"].text == "CUDA 9.0"
+    assert asked(tiny_llama(torch.bfloat16), groups, "vllm")[1]["vLLM"].text == "CUDA capability 9.0"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_experts_have_rules_of_their_own(scheme, taken):
     linearize_experts(model)
     verdict = asked(model, scheme, "unchecked", ignore="lm_head")[1]["vLLM"]
     assert verdict.loads is taken
-    assert (verdict.text == "CUDA 7.5 or newer") is taken  # no kernel for the CPU
+    assert (verdict.text == "CUDA capability 7.5 or newer") is taken  # no kernel for the CPU
     assert taken or "experts" in verdict.text
 
 
@@ -135,9 +135,9 @@ def test_a_model_that_is_not_of_transformers_is_refused():
 @pytest.mark.parametrize(
     ("one", "other", "both"),
     [
-        (Hardware(75, cpu="CPU"), Hardware(90), "CUDA 9.0 or newer"),
-        (Hardware(75, cpu="CPU"), Hardware(80, cpu="CPU with AMX"), "CPU with AMX, CUDA 8.0 or newer"),
-        (Hardware(90, last=90), Hardware(75), "CUDA 9.0"),
+        (Hardware(75, cpu="CPU"), Hardware(90), "CUDA capability 9.0 or newer"),
+        (Hardware(75, cpu="CPU"), Hardware(80, cpu="CPU with AMX"), "CPU with AMX, CUDA capability 8.0 or newer"),
+        (Hardware(90, last=90), Hardware(75), "CUDA capability 9.0"),
         (Hardware(90, last=90), Hardware(100), "no hardware"),
         (Hardware(None, cpu="CPU"), Hardware(75), "no hardware"),
     ],

@@ -244,12 +244,12 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
 def test_the_page_says_what_each_engine_says_and_why_not(tmp_path, browser):
     report = made_up(6, checkpoint="out")
     report.result.plan.engines = {
-        "vLLM": Verdict(True, "CUDA 7.5 or newer"),
+        "vLLM": Verdict(True, "CUDA capability 7.5 or newer"),
         "SGLang": Verdict(False, "long", "no such scheme"),
     }
     browser.open(write_report(tmp_path, report))
     lines = "[...document.querySelectorAll('.engines tr')].map((row) => [...row.cells].map((cell) => cell.textContent))"
-    assert browser.run(lines) == [["vLLM", "yes", "CUDA 7.5 or newer"], ["SGLang", "no", "no such scheme"]]
+    assert browser.run(lines) == [["vLLM", "yes", "CUDA capability 7.5 or newer"], ["SGLang", "no", "no such scheme"]]
     written = json.loads((tmp_path / "report.json").read_text())["engines"]
     assert written["SGLang"] == {"loads": False, "text": "long", "what": "no such scheme"}
 
