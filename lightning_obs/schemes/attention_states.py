@@ -89,7 +89,7 @@ def quantizes_states(group: QuantizationScheme) -> bool:
 
 
 def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
-    """``args`` with the observer that ``config`` names for q, k or v."""
+    """``args`` with the observer that ``config`` names for q, k or v; called for each planned attention module."""
     state_observers = config.state_observers if isinstance(config, StatesConfig) else {}
     return args.model_copy(deep=True, update=state_observers.get(base_name))
 

@@ -91,7 +91,10 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
 
 
 def _leave_activations_of_lone_weights(targets: list[PlannedModule]) -> None:
-    """Quantize the weight alone of modules that have no input; their schemes target them by name then."""
+    """Replace the scheme of each module that has no input by one for its weight alone.
+
+    The new scheme targets the modules by name, because their class may have other modules.
+    """
     schemes: dict[int, QuantizationScheme] = {}
     for index, target in enumerate(targets):
         if not isinstance(target.module, LoneWeight) or target.args.keys() <= {"weight"}:
@@ -153,11 +156,12 @@ def _add_matching_modules(
 def _find_blocks(
     model: nn.Module, config: QuantizationConfig, targets: Sequence[PlannedModule], ignore: Sequence[str]
 ) -> list[PlannedModule]:
-    """Modules around convolutions whose output may be a sum of quantized outputs, where the preset has followers.
+    """The blocks whose outputs a preset with followers may quantize, to be appended to the planned modules.
 
-    Which of them are blocks that return a sum is seen while data run. torch's own modules return none. Modules without
-    an operation are added where a batch norm with a forward of its own calls them: between norm and activation they are
-    the place of the convolution's range.
+    A block is a module around convolutions, as the residual block of a ResNet. Its output is quantized if it is a sum
+    of quantized outputs, which shows while data run (``calibration/quantized_outputs.py``); torch's own modules never
+    return such a sum. Each ``nn.Identity`` in a batch norm is planned, too: a subclass of a batch norm may call it
+    between norm and activation, and the range of the convolution's output is then measured there.
     """
     group = config.config_groups.get(FOLLOWERS)
     if not isinstance(group, QuantizationScheme):
@@ -227,9 +231,9 @@ def _check_fused_schemes(targets: Sequence[PlannedModule], fused: Sequence[Seque
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
-    """Whether a target that matches a module is meant for it; asked while planning and when a checkpoint is loaded.
+    """Whether a module that a target matches should be quantized; asked while planning and when a checkpoint is loaded.
 
-    ``re:.*mlp.*`` also matches containers and activation functions, which hold no parameters.
+    ``re:.*mlp.*`` also matches containers and activation functions. They hold no parameters, and are left out.
     """
     return not target.startswith("re:") or holds_parameters(module)
 
@@ -560,7 +564,7 @@ def _parameters_in_intended_precision(
 
 
 def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
-    """Whether a plan with these modules, too, would be accepted."""
+    """Whether these modules could be planned, too: the warning then offers their class as a target."""
     if is_transformers_model(model) and any(kind_of(target.module).stored_as is None for target in targets):
         return False
     try:
@@ -576,11 +580,17 @@ def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
 def leave_out_absent_classes(
     model: nn.Module, by_target: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
-    """The targets without the classes of which the model has no module, so that one list serves many models.
+    """Leave out targets that name a class of torch of which the model has no module, so that one list fits many models.
 
-    A group keeps them if none of its targets matches a module, unless it quantizes outputs alone, and every target that
-    is no class of torch's or transformers' own: it is misspelt, perhaps. They are also taken out of the groups'
-    ``targets``.
+    Kept, to be refused by :func:`check_patterns`, are names that are no class of torch, since they may be misspelt, and
+    all targets of a group of which none matches, unless the group quantizes outputs alone.
+
+    Args:
+        model: the module that will be calibrated.
+        by_target: the group of each target; targets that are left out are also removed from their group's ``targets``.
+
+    Returns:
+        ``by_target`` without them.
     """
     matched = {target for target in by_target if _matches_any(model, target)}
     kept: dict[str, QuantizationScheme] = {}

@@ -40,14 +40,21 @@ _FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6,
 
 @dataclass(frozen=True)
 class PlannedModule:
-    """One module that will be quantized."""
+    """A module that will be quantized.
+
+    Attributes:
+        name: of the module in the calibrated model.
+        module: without wrappers and adapters around it.
+        scheme: says which of its tensors are quantized, and how.
+        states: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty.
+        is_block: whether it is a module around others, whose output alone is quantized, and only if it is a sum of
+            quantized outputs.
+    """
 
     name: str
     module: nn.Module
     scheme: QuantizationScheme
-    #: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty
     states: Mapping[str, QuantizationArgs] = field(default_factory=dict)
-    #: a module of modules, whose output alone is quantized, and only if data show that it is a sum
     is_block: bool = False
 
     def __str__(self) -> str:
@@ -60,16 +67,16 @@ class PlannedModule:
 
     @property
     def is_follower(self) -> bool:
-        """Whether only its output is quantized, and an engine makes it a part of the module that it reads from.
+        """Whether only its output is quantized, and engines fuse it into the module that it reads from.
 
-        A subclass may do more in its forward, so it is none.
+        False for a subclass with a forward of its own, which engines may not fuse.
         """
         return self.args.keys() == {"output"} and type(self.module).forward in [kind.forward for kind in _FOLLOWERS]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A config laid over a model."""
+    """What will be quantized of a model: made by ``build_plan`` before any data, and read until the export."""
 
     config: QuantizationConfig  # the user's; its ``ignore`` also names ``left_out``
     targets: list[PlannedModule]  # the modules that will be quantized
@@ -84,15 +91,15 @@ class Plan:
 
 
 def drop_outputs(plan: Plan, names: Collection[str]) -> None:
-    """Quantize the outputs of these modules no more, because followers' outputs are quantized in their place.
+    """Take the outputs of some modules out of a plan, because the output of a module behind each is quantized instead.
 
-    Called by finalize, and when its result is loaded from a saved state. A follower whose output is followed has
-    nothing left to quantize then, as has a block whose output is no sum. The scheme of the other blocks, and of the
-    modules without an operation, targets them by name from now on.
+    Called by finalize, and when its result is loaded from a saved state. A batch norm or activation whose only
+    quantized tensor is such an output keeps an empty scheme; so does a block whose output is no sum.
 
     Args:
-        plan: its targets are replaced. Their schemes target them by name, since other modules of their class keep
-            their outputs.
+        plan: its targets are replaced. The schemes of ``names`` list them by name, because other modules of their
+            class keep their outputs; for the same reason blocks and ``nn.Identity`` modules that keep theirs are
+            listed by name in their scheme.
         names: of the modules.
     """
     schemes: dict[int, QuantizationScheme] = {}
@@ -326,7 +333,7 @@ def shares_in_float(
 
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The class that a user knows a module's parameters by."""
+    """The class under which a module's parameters are reported: a part of ``nn.MultiheadAttention`` counts as it."""
     name = name.partition(".parametrizations.")[0]
     parent = modules.get(name.rpartition(".")[0])
     owner = parent if isinstance(parent, nn.MultiheadAttention) else modules[name]
