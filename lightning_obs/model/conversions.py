@@ -28,7 +28,8 @@ _OLDEST_TO_ASK = "5.21"
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The name in files of each module.
 
-    Names stay as they are where transformers has no other one, and where it merges or splits the weight.
+    vLLM's engine and the GGUF writer call it, because files and config groups use these names. Names stay as they
+    are where transformers has no other one, and where it merges or splits the weight.
     """
     file_names = dict(zip(names, names, strict=True))
     loading, _ = _converters(model)
@@ -48,6 +49,8 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 def converted(model: nn.Module, tensors: Iterable[str], step: str = "") -> list[str]:
     """The names of the tensors that transformers does more than rename: it merges, splits or reorders them.
 
+    Called while engines are asked, and before weights are read from files without the model's loader.
+
     Args:
         model: of transformers, or any other, of which nothing is converted.
         tensors: names of parameters.
@@ -59,6 +62,8 @@ def converted(model: nn.Module, tensors: Iterable[str], step: str = "") -> list[
 
 def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, list[str]]:
     """Parameters into which transformers stacks weights of its files, a weight per expert.
+
+    Called for experts: to name their Linears, and to ask whether transformers can load them.
 
     Args:
         model: of transformers, or a module around one.
@@ -98,8 +103,8 @@ def _module_name(pattern: str) -> str:
 def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[list[str], list[str]]:
     """Parameters that transformers dequantizes while loading a quantized checkpoint, because it merges or splits them.
 
-    It does so with each ``weight`` that becomes another one, unless a ``planned`` module holds the result, and looks
-    for scales beside it.
+    Transformers' engine calls it before any data. It does so with each ``weight`` that becomes another one, unless
+    a ``planned`` module holds the result, and looks for scales beside it.
 
     Args:
         model: of transformers, or any other, which has none.
@@ -130,7 +135,11 @@ def _is_weight_of(module_names: Iterable[str], pattern: str) -> bool:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether transformers puts a module of another class in its place when it loads a quantized checkpoint."""
+    """Whether transformers puts a module of another class in its place when it loads a quantized checkpoint.
+
+    Engines ask it about stacked experts: the class that transformers puts there expects a Linear per expert, so a
+    checkpoint of stacked experts would not fill it.
+    """
     quantizers = sys.modules.get("transformers.quantizers.base")
     if quantizers is None or not type(module).__module__.startswith("transformers."):
         return False
@@ -184,9 +193,10 @@ def _converted_names(loading: Any, names: Iterable[str], savers: list[Any]) -> l
 def initializer_fault(model: nn.Module, without: Collection[str]) -> tuple[str, str] | None:
     """Where and how loading fails if the modules ``without`` have no ``weight``, as in a compressed checkpoint.
 
-    While it loads, transformers lets a model's class initialize the modules that it takes for missing, and
-    ``_init_weights`` of some classes reads weights without asking whether they are there. That code runs here, on a
-    copy of the architecture on the meta device.
+    Transformers' engine calls it before any data, where weights will be packed. While it loads, transformers lets a
+    model's class initialize the modules that it takes for missing, and ``_init_weights`` of some classes reads
+    weights without asking whether they are there. That code runs here, on a copy of the architecture on the meta
+    device.
 
     Returns:
         The name and class of the module whose initializer fails, and the error; None if loading does not fail.

@@ -86,7 +86,10 @@ def _is_of_class(module: object, package: str, name: str) -> bool:
 
 
 def is_conv1d_of_transformers(module: nn.Module) -> bool:
-    """Whether a module is transformers' ``Conv1D``, a Linear whose weight is stored transposed."""
+    """Whether a module is transformers' ``Conv1D``, a Linear whose weight is stored transposed.
+
+    Its product is ``torch.addmm``, not ``F.linear``.
+    """
     return _is_of_class(module, "transformers.pytorch_utils", "Conv1D")
 
 
@@ -109,7 +112,8 @@ def kind_of(module: nn.Module) -> ModuleKind:
 def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
     """A tensor of the weight's shape as ``(output channels, inputs of each)``, see :class:`ModuleKind`.
 
-    None where there is no such matrix: a vector, and groups of a transposed convolution.
+    Observers, searches and writers see a weight in this form only. None where there is no such matrix: a vector,
+    and groups of a transposed convolution.
     """
     if weight.ndim < 2:
         return None
@@ -123,14 +127,20 @@ def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse of :func:`to_matrix`, for a weight of this shape."""
+    """The inverse of :func:`to_matrix`, for a weight of this shape.
+
+    Called where stored or quantized numbers go back to a module.
+    """
     if kind_of(module).rows:
         return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
     return matrix.view(shape)
 
 
 def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
-    """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it has that shape."""
+    """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it has that shape.
+
+    Called before inputs are weighed or masked by token, and for the errors of a report.
+    """
     positions = _positions_of(module)
     if not 0 < positions < value.ndim:
         return value
@@ -138,13 +148,19 @@ def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
 
 
 def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
-    """How many tokens a module's input or output has; at least 1."""
+    """How many tokens a module's input or output has; at least 1.
+
+    The quantized forward asks it, to find how many values share a scale.
+    """
     channels = max(1, value.shape[-1 - _positions_of(module)])
     return max(1, value.numel() // channels)
 
 
 def channel_axis(module: nn.Module, value: torch.Tensor) -> int:
-    """The dimension of a module's input or output that holds the channels."""
+    """The dimension of a module's input or output that holds the channels.
+
+    Called for ranges with a scale per channel of an activation.
+    """
     return value.ndim - 1 - _positions_of(module)
 
 
@@ -160,14 +176,18 @@ def _positions_of(module: nn.Module) -> int:
 def is_transformers_model(module: object) -> bool:
     """Whether transformers saves and loads it.
 
-    Its attributes do not tell: models of diffusers and of segmentation-models-pytorch, and every class with
-    huggingface_hub's mixin, have a ``save_pretrained`` and a ``config`` of their own.
+    Asked wherever a file, a name or an engine is of transformers only. Its attributes do not tell: models of
+    diffusers and of segmentation-models-pytorch, and every class with huggingface_hub's mixin, have a
+    ``save_pretrained`` and a ``config`` of their own.
     """
     return _is_of_class(module, "transformers.modeling_utils", "PreTrainedModel")
 
 
 def inside_transformers(model: nn.Module) -> set[nn.Module]:
-    """All modules of the transformers models that are in a model."""
+    """All modules of the transformers models that are in a model.
+
+    Attention and recurrent layers in them are not made into Linears: transformers could not load them.
+    """
     modules: set[nn.Module] = set()
     for module in model.modules():
         if is_transformers_model(module):
@@ -186,7 +206,10 @@ def require_transformers(model: object | None = None) -> None:
 
 
 def is_dispatched(module: nn.Module) -> bool:
-    """Whether accelerate or compressed-tensors says on which device the module's own tensors are (:mod:`.offload`)."""
+    """Whether accelerate or compressed-tensors says on which device the module's own tensors are (:mod:`.offload`).
+
+    Asked before a weight is read, moved or copied.
+    """
     attributes = vars(module)
     if "_hf_hook" in attributes or isinstance(attributes["_parameters"], OffloadCache):
         return True
@@ -195,12 +218,18 @@ def is_dispatched(module: nn.Module) -> bool:
 
 
 def holds_parameters(module: nn.Module) -> bool:
-    """Whether the module has parameters of its own; containers and activation functions have none."""
+    """Whether the module has parameters of its own; containers and activation functions have none.
+
+    Asked of modules that a pattern matches.
+    """
     return next(module.parameters(recurse=False), None) is not None
 
 
 def may_hold_experts(model: nn.Module) -> bool:
-    """Whether any module could hold experts, stacked or one by one (:mod:`lightning_obs.moe.experts`)."""
+    """Whether any module could hold experts, stacked or one by one (:mod:`lightning_obs.moe.experts`).
+
+    A cheap test before the slower search for experts.
+    """
     return any(is_named_experts(name, module) for name, module in model.named_modules())
 
 
@@ -230,7 +259,10 @@ _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_
 
 
 def inside(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper, which may be a wrapper, too; None if ``module`` is no wrapper."""
+    """The module in a wrapper, which may be a wrapper, too; None if ``module`` is no wrapper.
+
+    See the module's docstring for the wrappers.
+    """
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module.module
     if {"original_module", "modules_to_save"} <= module._modules.keys():
@@ -251,7 +283,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
-    """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run."""
+    """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run.
+
+    Called by everything that reads names: plan, saved state, export.
+    """
 
     def core_of(module: nn.Module) -> nn.Module | None:
         return None if inside(module) is None else unwrapped(module)
@@ -260,7 +295,10 @@ def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
-    """Put base layers in the places of LoRA layers inside the ``with`` block, as in the merged model."""
+    """Put base layers in the places of LoRA layers inside the ``with`` block, as in the merged model.
+
+    Called by export, saved state and the facts of a report, whose names are those of the merged model.
+    """
 
     def base_layer_of(module: nn.Module) -> nn.Module | None:
         return module.get_submodule("base_layer") if is_adapted(module) else None
@@ -294,7 +332,10 @@ def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether the module is a LoRA layer around a Linear."""
+    """Whether the module is a LoRA layer around a Linear.
+
+    Judged by public attributes of peft's layers.
+    """
     if not isinstance(getattr(module, "base_layer", None), nn.Linear):
         return False
     return all(hasattr(module, name) for name in ("get_delta_weight", "active_adapters", "merged", "lora_A"))
@@ -321,7 +362,10 @@ def register_adapters(model: nn.Module) -> list[str]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged."""
+    """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged.
+
+    Called while modules are planned.
+    """
     if not is_adapted(module):
         return module
     reason = _why_not_mergeable(module)
@@ -334,7 +378,8 @@ def base_of(module: nn.Module) -> nn.Module:
 def drops_inputs(layer: nn.Module | None) -> bool:
     """Whether a LoRA layer drops inputs of its adapters in training, where merged adapters would compute otherwise.
 
-    In evaluation mode nothing is dropped. ``layer`` is None for a module without adapters.
+    Fine-tuning refuses such a layer, since its adapters are merged into the quantized weight. In evaluation mode
+    nothing is dropped. ``layer`` is None for a module without adapters.
     """
     dropouts = getattr(layer, "lora_dropout", nn.ModuleDict())
     return any(getattr(dropout, "p", 0) > 0 for dropout in dropouts.values())
@@ -350,7 +395,10 @@ def _why_not_mergeable(layer: nn.Module) -> str | None:
 
 
 def inside_adapted(model: nn.Module) -> set[str]:
-    """Names of the modules in LoRA layers (base layers, adapters), which the merged model does not have."""
+    """Names of the modules in LoRA layers (base layers, adapters), which the merged model does not have.
+
+    They are no modules of their own in a plan.
+    """
     names: set[str] = set()
     for layer_name, layer in model.named_modules():
         if not is_adapted(layer):

@@ -134,12 +134,18 @@ class Mark:
 
 
 def mark_of(module: nn.Module) -> Mark | None:
-    """The mark of a module; None if it has none."""
+    """The mark of a module; None if it has none.
+
+    A module has one only while there is something to say about it.
+    """
     return vars(module).get(_ATTRIBUTE)
 
 
 def make_mark(module: nn.Module) -> Mark:
-    """The mark of a module; a new one is put on it if it has none."""
+    """The mark of a module; a new one is put on it if it has none.
+
+    Called by every function that puts something on a module.
+    """
     mark = mark_of(module)
     if mark is None:
         mark = Mark(module)
@@ -199,7 +205,10 @@ def keep_hook_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], No
 
 
 def set_attributes(module: nn.Module, **attributes: Any) -> Callable[[], None]:
-    """Set attributes of the instance, and return a function that restores their earlier values."""
+    """Set attributes of the instance, and return a function that restores their earlier values.
+
+    Called to replace a ``forward`` or to set a switch of a user's module for a while.
+    """
     mark = make_mark(module)
     setting = AttributeSetting(vars(module), attributes)
     mark.settings.append(setting)

@@ -89,7 +89,10 @@ Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 
 def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
-    """The args that a calibrated module's scheme has for one of its tensors; ``input_activations`` for attention's."""
+    """The args that a calibrated module's scheme has for one of its tensors; ``input_activations`` for attention's.
+
+    Called by the writers, and by the quantized forward.
+    """
     scheme = get_scheme(module)
     return None if scheme is None else getattr(scheme, SCHEME_FIELDS.get(base_name, "input_activations"))
 
@@ -100,7 +103,10 @@ def get_scheme(module: nn.Module) -> QuantizationScheme | None:
 
 
 def quantized_states(module: nn.Module) -> tuple[str, ...]:
-    """The attention states (q, k, v) for which a module has scales."""
+    """The attention states (q, k, v) for which a module has scales.
+
+    Called by the export, the quantized attention and the report.
+    """
     states = []
     for state in ATTENTION:
         if isinstance(getattr(module, f"{state}_scale", None), torch.Tensor):
@@ -121,7 +127,10 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 
 
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every calibrated module under its first name."""
+    """Every calibrated module under its first name.
+
+    Wrappers are left out of the names.
+    """
     with without_wrappers(model):
         named_modules = list(model.named_modules())
     for name, module in named_modules:
@@ -130,7 +139,10 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def calibrated_schemes(model: nn.Module) -> dict[str, QuantizationScheme]:
-    """The scheme of every calibrated module, by its first name."""
+    """The scheme of every calibrated module, by its first name.
+
+    Writers of ONNX, GGUF and programs are asked about them.
+    """
     schemes = {}
     for name, module in calibrated_modules(model):
         scheme = get_scheme(module)
@@ -140,7 +152,10 @@ def calibrated_schemes(model: nn.Module) -> dict[str, QuantizationScheme]:
 
 
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
-    """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones."""
+    """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones.
+
+    Called by finalize, by a session that restores a calibration, and for a loaded checkpoint.
+    """
     scheme = _copy_scheme(scheme)
     qparams = as_stored(module, qparams)
     _clear(module)
@@ -191,7 +206,8 @@ def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of quantization parameters as the module will hold them.
 
-    They are on its weight's device (attention: its first parameter's; an offloaded module: where it computes). Scales
+    Finalize calls it before it computes errors, so that these are of the numbers that a checkpoint will hold. They
+    are on its weight's device (attention: its first parameter's; an offloaded module: where it computes). Scales
     are in the weight's dtype, as compressed-tensors stores them, global scales in float32.
     """
     home = qparams_home(module)
@@ -225,7 +241,10 @@ def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def move_qparams(module: nn.Module) -> None:
-    """Move a module's quantization parameters to its weight's device, as :func:`read_qparams` gives them."""
+    """Move a module's quantization parameters to its weight's device, as :func:`read_qparams` gives them.
+
+    Called when a module begins to run quantized.
+    """
     with torch.inference_mode(False):
         for name, value in read_qparams(module).items():
             setattr(module, name, value)
@@ -247,7 +266,10 @@ def _attribute_names(module: nn.Module) -> set[str]:
 
 
 def clear_qparams(module: nn.Module) -> None:
-    """Remove everything that calibration has set on a module."""
+    """Remove everything that calibration has set on a module.
+
+    Called before a module is calibrated anew, and where one is released after it was stored.
+    """
     _clear(module)
     vars(module).pop(CHECKSUMS, None)
 
@@ -286,7 +308,10 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
 
 
 def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
-    """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it."""
+    """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it.
+
+    A session calls it for the calibration that it will restore.
+    """
     qparams = {}
     for name, value in calibration.get(module, {}).items():
         if name in _QPARAMS and isinstance(value, torch.Tensor):
@@ -295,7 +320,10 @@ def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.T
 
 
 def put_back(calibration: Calibration) -> None:
-    """Restore the calibration that modules had when :func:`calibration_of` was called."""
+    """Restore the calibration that modules had when :func:`calibration_of` was called.
+
+    Called where a calibration fails, and where another calibration was in force for a while.
+    """
     for module, values in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):
             module._buffers.pop(name, None)
@@ -318,6 +346,8 @@ _TILES_AT_ONCE = 256  # multipliers of so many tiles are computed together
 def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
     """Raise the error of :func:`not_ready`, if there is one.
 
+    Every export calls it first.
+
     Args:
         model: calibrated or not.
         merged_for: what the model is needed for, if that needs adapters of LoRA merged into the weights.
@@ -330,7 +360,10 @@ def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
 
 
 def refuse_unmerged(model: nn.Module, what: str) -> None:
-    """Raise a CalibrationError that ``what`` cannot be done if adapters are not merged into weights of the model."""
+    """Raise a CalibrationError that ``what`` cannot be done if adapters are not merged into weights of the model.
+
+    Exports that trace the model or write its weights into a base file call it.
+    """
     register_surroundings(model)
     refuse(
         [name for name, module in model.named_modules() if adapters_of(module) is not None],
@@ -340,7 +373,10 @@ def refuse_unmerged(model: nn.Module, what: str) -> None:
 
 
 def not_ready(model: nn.Module) -> CalibrationError | None:
-    """Why the model is not as it was calibrated: it was not, or has changed since; else None."""
+    """Why the model is not as it was calibrated: it was not, or has changed since; else None.
+
+    :func:`~lightning_obs.quantized` and, through :func:`require_ready`, every export ask it.
+    """
     if next(calibrated_modules(model), None) is None:
         return CalibrationError(
             f"{type(model).__name__} was not calibrated, it is in full precision",
@@ -358,7 +394,10 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
 
 @at_rest()
 def remember(model: nn.Module) -> None:
-    """Write the checksums of all tensors that a checkpoint of ``model`` holds to its modules, as plain attributes."""
+    """Write the checksums of all tensors that a checkpoint of ``model`` holds to its modules, as plain attributes.
+
+    Called at the end of a calibration and after a checkpoint was loaded.
+    """
     reshard(model)
     tensors = [(module, name) for module in model.modules() for name in _names_in_checkpoint(module)]
     by_module: dict[nn.Module, dict[str, int]] = {}
@@ -370,7 +409,10 @@ def remember(model: nn.Module) -> None:
 
 @at_rest()
 def changed_since(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers that have changed since ``model`` was calibrated."""
+    """Names of parameters and buffers that have changed since ``model`` was calibrated.
+
+    Called before an export, and when a training session takes over a calibration.
+    """
     register_surroundings(model)
     reshard(model)
     with without_wrappers(model):

@@ -36,12 +36,18 @@ at_rest: Callable[[], _GeneratorContextManager[None]] = disable_onloading
 
 
 def is_offloaded(module: nn.Module) -> bool:
-    """Whether the module's own parameters are elsewhere while it does not run."""
+    """Whether the module's own parameters are elsewhere while it does not run.
+
+    Its tensors are then meta tensors, or in a cache of compressed-tensors.
+    """
     return _hook_of(brought_in_by(module)) is not None or bool(_caches_of(module))
 
 
 def execution_device(module: nn.Module) -> torch.device | None:
-    """The device on which the module, or else the first dispatched module in it, computes; None: none is dispatched."""
+    """The device on which the module, or else the first dispatched module in it, computes; None: none is dispatched.
+
+    Its quantization parameters and its inputs belong there.
+    """
     for inner in module.modules():
         for cache in _caches_of(inner).values():
             return torch.device(cache.onload_device)
@@ -58,7 +64,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def brought_in_by(module: nn.Module) -> nn.Module:
-    """The module whose hook brings in the module's own parameters, as :func:`register_offload` noted; or itself."""
+    """The module whose hook brings in the module's own parameters, as :func:`register_offload` noted; or itself.
+
+    Modules with the same one are loaded together.
+    """
     mark = mark_of(module)
     if mark is None or mark.offload_owner is None:
         return module
@@ -68,7 +77,8 @@ def brought_in_by(module: nn.Module) -> nn.Module:
 def brought_in(module: nn.Module) -> AbstractContextManager[None]:
     """The module's own parameters and buffers are in memory inside the ``with`` block; they are not to be kept.
 
-    Nothing happens where they are there already: blocks of one module nest, and inside one it is not offloaded.
+    :func:`~lightning_obs.model.weight.onloaded` calls it for dispatched modules. Nothing happens where they are
+    there already: blocks of one module nest, and inside one it is not offloaded.
     """
     owner = brought_in_by(module)
     hook = _hook_of(owner)
@@ -130,9 +140,9 @@ def _read_errors_named(module: nn.Module) -> Iterator[None]:
 def source_of(module: nn.Module, name: str) -> Hashable:
     """An identity that tied parameters of dispatched modules share, :data:`at_rest`.
 
-    accelerate makes a new parameter at each call, so its source identifies it: memory, or a tensor of a file. Files
-    that accelerate wrote itself hold every tied weight once more; there the ties that the model declares count
-    (:func:`register_offload`).
+    :func:`~lightning_obs.model.weight.identity` calls it. accelerate makes a new parameter at each call, so its
+    source identifies it: memory, or a tensor of a file. Files that accelerate wrote itself hold every tied weight
+    once more; there the ties that the model declares count (:func:`register_offload`).
     """
     mark = mark_of(module)
     if mark is not None and name in mark.tied_parameters:
@@ -158,8 +168,9 @@ def source_of(module: nn.Module, name: str) -> Hashable:
 def register_offload(model: nn.Module) -> None:
     """Note on the marks of accelerate's offloaded modules whose hook brings them in, and which parameters are tied.
 
-    A hook with ``place_submodules`` brings in all modules below its own; these cannot tell by themselves. accelerate
-    makes a new tensor of each tied parameter, so only the model's declaration says that they are one.
+    :func:`~lightning_obs.model.weight.register_surroundings` calls it when a model is taken up. A hook with
+    ``place_submodules`` brings in all modules below its own; these cannot tell by themselves. accelerate makes a
+    new tensor of each tied parameter, so only the model's declaration says that they are one.
     """
     for owner in model.modules():
         if getattr(_hook_of(owner), "place_submodules", False):
@@ -214,6 +225,8 @@ def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 
 def apply_in_place(root: nn.Module, conversion: Conversion, recurse: bool) -> nn.Module:
     """``nn.Module._apply`` of a model with dispatched modules, which stay where they are; see :func:`.stay_put`.
+
+    ``model.to``, ``cpu`` or ``half`` ends here.
 
     Raises:
         CalibrationError: the conversion would change the dtype of a dispatched module's tensors.

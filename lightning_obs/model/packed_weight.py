@@ -196,7 +196,10 @@ def unpickled(
     dtype: torch.dtype,
     is_parameter: bool,
 ) -> PackedWeight:
-    """What pickling keeps of a packed weight, as one again. It may be called while ``weights_only=True`` loads."""
+    """What pickling keeps of a packed weight, as one again. It may be called while ``weights_only=True`` loads.
+
+    ``PackedWeight.__reduce_ex__`` names it.
+    """
     weight = PackedWeight(tensors, QuantizationScheme.model_validate(scheme), shape, dtype)
     if not is_parameter:
         return weight
@@ -205,12 +208,15 @@ def unpickled(
 
 
 def dense(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as a plain tensor: decompressed if it rests packed, else itself."""
+    """The weight as a plain tensor: decompressed if it rests packed, else itself.
+
+    Called for the source of an in-place copy.
+    """
     return weight.dequantize() if isinstance(weight, PackedWeight) else weight
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Whether a weight of the model rests packed."""
+    """Whether a weight of the model rests packed; the command line asks before it adds adapters."""
     return any(isinstance(parameter, PackedWeight) for parameter in model.parameters())
 
 

@@ -121,7 +121,10 @@ def bias_step(module: nn.Module) -> torch.Tensor | None:
 
 
 def round_bias(bias: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """The nearest multiples of a step of :func:`bias_step`, in the bias's dtype and without a gradient."""
+    """The nearest multiples of a step of :func:`bias_step`, in the bias's dtype and without a gradient.
+
+    Called for the quantized forward and by the writers, so that both have the same bias.
+    """
     step = step.to(bias.device)
     return (torch.round(bias.detach().float() / step) * step).to(bias.dtype)
 

@@ -53,13 +53,19 @@ def register_surroundings(model: nn.Module) -> None:
 
 
 def register_shards(root: nn.Module) -> None:
-    """Note where FSDP1 keeps parameters (:func:`register_fsdp_units`), in a process that has ranks to shard over."""
+    """Note where FSDP1 keeps parameters (:func:`register_fsdp_units`), in a process that has ranks to shard over.
+
+    The callbacks call it in each run, with the outermost module that Lightning has wrapped, and an export calls it.
+    """
     if dist.is_initialized():
         register_fsdp_units(root)
 
 
 def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing."""
+    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing.
+
+    The callbacks call it for the length of a run, and the command line for a model that it has loaded.
+    """
 
     def apply(conversion: Conversion, recurse: bool = True) -> nn.Module:
         if any(map(is_dispatched, root.modules())):
@@ -74,7 +80,10 @@ def stay_put(root: nn.Module) -> Callable[[], None]:
 
 @at_rest()
 def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
-    """The shape of one of the module's own tensors, unsharded; None without such a tensor."""
+    """The shape of one of the module's own tensors, unsharded; None without such a tensor.
+
+    Known without loading or gathering the tensor.
+    """
     if not isinstance(getattr(module, name, None), torch.Tensor):
         return None
     return place_of(module, name).shape
@@ -90,7 +99,10 @@ def matrix_shape(module: nn.Module) -> torch.Size | None:
 
 
 def place_of(module: nn.Module, name: str = "weight") -> Place:
-    """Where one of the module's own parameters or buffers is."""
+    """Where one of the module's own parameters or buffers is.
+
+    Asked for metadata, checksums, searches on several ranks and files.
+    """
     tensor = getattr(module, name)
     fsdp_place = _fsdp_places_of(module).get(name)
     if fsdp_place is not None:
@@ -113,7 +125,10 @@ def _fsdp_places_of(module: nn.Module) -> dict[str, Place]:
 
 
 def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
-    """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1."""
+    """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1.
+
+    Weights of one unit are gathered together.
+    """
     for place in _fsdp_places_of(module).values():
         return place.unit
     return None
@@ -121,12 +136,18 @@ def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
 
 @at_rest()
 def in_shards(module: nn.Module) -> bool:
-    """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1)."""
+    """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1).
+
+    Asked by what needs whole weights: copies, quantized inputs, some exports.
+    """
     return any(place_of(module, name).groups for name, _ in module.named_parameters(recurse=False))
 
 
 def adapters_of(module: nn.Module) -> Any:
-    """The LoRA layer around a base layer, as long as its adapters are not merged into the weight; else None."""
+    """The LoRA layer around a base layer, as long as its adapters are not merged into the weight; else None.
+
+    Its adapters count as a part of the base layer's weight.
+    """
     mark = mark_of(module)
     if mark is None or mark.lora_layer is None or mark.lora_layer.merged:
         return None
@@ -139,7 +160,10 @@ def identity(module: nn.Module, name: str = "weight") -> Hashable:
 
 
 def identities(model: nn.Module) -> dict[str, Hashable]:
-    """The :func:`identity` of each parameter and buffer, under all of its names."""
+    """The :func:`identity` of each parameter and buffer, under all of its names.
+
+    Files store each identity once.
+    """
     by_name: dict[str, Hashable] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name in [*module._parameters, *module._buffers]:
@@ -150,7 +174,10 @@ def identities(model: nn.Module) -> dict[str, Hashable]:
 
 @at_rest()
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers; tied tensors count once."""
+    """Bytes of parameters and buffers; tied tensors count once.
+
+    Called for the sizes in a report and for the warning that an export is not smaller.
+    """
     tensors: dict[str, torch.Tensor] = {}
     tensors.update(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
@@ -167,7 +194,9 @@ def model_bytes(model: nn.Module) -> int:
 def held(module: nn.Module) -> Iterator[torch.Tensor | None]:
     """The whole weight as a matrix ``(output channels, inputs of each)`` inside the ``with`` block, adapters merged.
 
-    It is not to be written to or kept; None where the module has none. Every rank must enter a sharded weight's block.
+    The way to a weight for report, experts and choices; finalize and the writers enter its two parts by themselves.
+    It is not to be written to or kept; None where the module has none. Every rank must enter a sharded weight's
+    block.
     """
     with whole_unit(module):
         yield whole_matrix(module)
@@ -191,7 +220,10 @@ def whole_unit(module: nn.Module) -> Iterator[None]:
 
 
 def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Modules in lists, each of which one :func:`whole_unit` makes whole, in the order of their first modules."""
+    """Modules in lists, each of which one :func:`whole_unit` makes whole, in the order of their first modules.
+
+    Called before weights are read one after the other, so that each unit is gathered once.
+    """
     units: dict[nn.Module, list[nn.Module]] = {}
     for module in modules:
         key: nn.Module | None = unit_of(module)
@@ -207,7 +239,10 @@ def onloaded(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def full_weight(module: nn.Module) -> torch.Tensor | None:
-    """The weight plus its active LoRA adapters, with gradients to both; None without a weight."""
+    """The weight plus its active LoRA adapters, with gradients to both; None without a weight.
+
+    Called by the quantized forward, and where a weight is stored.
+    """
     weight = getattr(module, "weight", None)
     if not isinstance(weight, torch.Tensor):
         return None
@@ -275,6 +310,8 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
     """This rank's part of one of the module's tensors, adapters merged into a weight.
 
+    Checksums are computed of it.
+
     Returns:
         The part, and the index of its first element in the flattened whole. A shard that is no run of rows comes as a
         tensor of the whole shape, with zeros where the other ranks have the values.
@@ -296,7 +333,10 @@ def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the parameters that FSDP2 gathered for a forward; FSDP2 itself leaves the outermost module gathered."""
+    """Free the parameters that FSDP2 gathered for a forward; FSDP2 itself leaves the outermost module gathered.
+
+    Called after the model has run and before its weights are read.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
