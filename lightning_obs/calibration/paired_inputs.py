@@ -1,7 +1,8 @@
-"""Pair the inputs of modules in a quantized run with the same inputs in full precision.
+"""Pair each input of a module in a quantized run with the same input in full precision.
 
-Each batch runs twice, in full precision and quantized so far; the calls of a module in both runs belong together by
-their order. Observers of :class:`.InputErrors` observe the pairs.
+:class:`.StepwiseCalibration` runs each batch twice if a rounding has a correction: in full precision, and with finished
+modules quantized. The n-th call of a module in one run belongs to its n-th call in the other. Observers of the class
+:class:`.InputErrors` observe the pairs.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 
 class PairedInputs:
-    """Gives the observers of some modules each input of a quantized run with the same input in full precision.
+    """Gives pairs of inputs to the observers of the modules of one step.
+
+    For each batch, the caller runs the model inside :meth:`watch_exact`, again inside :meth:`watch_quantized`, and then
+    calls :meth:`forget`.
 
     Args:
-        model: that is run; it tells where the tokens of an activation are.
-        observers: by planned module, its :class:`InputErrors`.
+        model: the model that runs; transformers' models are known to be batch first.
+        observers: the planned modules of the step, each with its :class:`.InputErrors`.
         calls: has the mask of the present batch.
         token_weights: has the weights of its tokens; None: all count alike.
     """
@@ -47,30 +51,32 @@ class PairedInputs:
         self._calls = calls
         self._token_weights = token_weights
         self._selection = TokenSelection(batch_first=is_transformers_model(model))
-        #: the inputs of each module in the full-precision run, by its name
+        #: by module name, copies of its inputs in the full-precision run, one for each call
         self._exact: dict[str, list[torch.Tensor]] = {}
-        #: how often each module was called in the quantized run
+        #: by module name, how often the quantized run has called the module so far
         self._quantized_calls: dict[str, int] = {}
-        #: the tensor that was read last, its version, and whose weights its tokens have; what was measured in its pair
+        #: the tensor that was read last, its version, and the key of its token weights (:meth:`TokenWeights.reader_of`)
         self._read: tuple[torch.Tensor, int, Hashable] | None = None
+        #: for the tensor that was read last: its copy or its pair, and the statistics of the pair
         self._measured: dict[Hashable, Any] = {}
 
     def watch_exact(self, stack: ExitStack) -> None:
-        """Keep the inputs of a run in full precision until :meth:`forget`; ``stack`` removes the hooks."""
+        """Register hooks that keep the modules' inputs in a full-precision run; ``stack`` removes the hooks."""
         self._attach(stack, self._keep_exact)
 
     def watch_quantized(self, stack: ExitStack) -> None:
-        """Observe the pairs while the same batch runs quantized so far; ``stack`` removes the hooks."""
+        """Register hooks that observe pairs while the same batch runs quantized; ``stack`` removes the hooks."""
         self._attach(stack, self._observe_pair)
 
     def forget(self) -> None:
-        """Release the inputs of a batch."""
+        """Release the inputs of a batch, after both runs."""
         self._exact = {}
         self._quantized_calls = {}
         self._read = None
         self._measured = {}
 
     def _attach(self, stack: ExitStack, take: Callable[[PlannedModule, Observer, torch.Tensor], None]) -> None:
+        """Call ``take`` with each module, its observer and its input, whenever the module is called."""
         for target, observer in self._observers:
             hook = partial(_take_input, partial(take, target, observer))
             handle = target.module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -78,12 +84,18 @@ class PairedInputs:
             stack.callback(remove_hook)
 
     def _keep_exact(self, target: PlannedModule, _: Observer, value: torch.Tensor) -> None:
+        """Keep a copy of an input of the full-precision run."""
         inputs = self._exact.setdefault(target.name, [])
         if self._is_new(value, None):  # modules that read one tensor share its copy
             self._measured = {"copy": value.detach().clone()}
         inputs.append(self._measured["copy"])
 
     def _observe_pair(self, target: PlannedModule, observer: Observer, value: torch.Tensor) -> None:
+        """Pair an input of the quantized run with the kept input of the same call, and observe the pair.
+
+        Raises:
+            CalibrationError: the full-precision run had no such call, or an input of another shape.
+        """
         call = self._quantized_calls.get(target.name, 0)
         self._quantized_calls[target.name] = call + 1
         exact_inputs = self._exact.get(target.name, [])
@@ -105,13 +117,13 @@ class PairedInputs:
         observe_inputs_shared(observer, self._measured["pair"], self._measured)
 
     def _is_new(self, value: torch.Tensor, reader: Hashable) -> bool:
-        """Whether a tensor is another than the one that was read last, was changed since, or has other weights."""
+        """Whether a tensor differs from the last one that was read: in object, version or key of token weights."""
         earlier = self._read
         self._read = (value, value._version, reader)
         return earlier is None or earlier[0] is not value or earlier[1:] != self._read[1:]
 
     def _weights_of(self, target: PlannedModule) -> TokenWeights | None:
-        """What weighs the tokens of a module; None: they count alike."""
+        """The token weights, if the module weighs its tokens; None: all its tokens count alike."""
         if self._token_weights is not None and target.name in self._token_weights.modules:
             return self._token_weights
         return None
@@ -119,7 +131,14 @@ class PairedInputs:
     def _tokens(
         self, target: PlannedModule, value: torch.Tensor, weights: TokenWeights | None, call: int
     ) -> torch.Tensor:
-        """The tokens of an input that count, ``(..., C)``, each times the root of its weight."""
+        """The tokens of an input that count, ``(..., C)``, each multiplied by the square root of its weight.
+
+        Args:
+            target: the module.
+            value: its input, of either run.
+            weights: of its tokens; None: all tokens count alike.
+            call: the number of the module's call in the run, from 0.
+        """
         tokens = tokens_of(target.module, value)
         layout: Any = "tokens" if tokens is value else "positions"
         if weights is not None:
@@ -131,7 +150,7 @@ class PairedInputs:
 
 
 def _take_input(take: Callable[[torch.Tensor], None], _: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook that hands the module's input on."""
+    """A forward pre-hook that gives the module's first tensor input to ``take``."""
     value = first_input(args, kwargs)
     if value is not None:
         take(value)

@@ -1,8 +1,12 @@
-"""Calibrate any module while its owner runs it.
+"""Calibrate any module while the user's code runs it.
 
 A session attaches observers to the modules of a plan, feeds them through forward hooks, and turns their statistics into
-quantization parameters. It runs nothing itself: the caller owns the data and runs the model. Nothing is written before
-everything was checked, and no hook outlives the session.
+quantization parameters. The caller has the data and runs the model; only for a rounding on quantized inputs does the
+session run the model's calls again. If the calibration fails, the modules have the qparams that they had before. No
+hook outlives the session.
+
+Users make a session themselves. The callbacks, the functions that choose schemes, and the calibration from files to
+files make one, too.
 """
 
 from __future__ import annotations
@@ -61,26 +65,26 @@ class CalibrationSession:
             outermost wrapper; names have no wrappers in them.
         scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
-            ``"attention_mask"``; the others reach no observer. Or set it for each batch with :meth:`mask_tokens`.
-            Without it, padding that an ``attention_mask`` shows is observed, with a warning.
-        collectives: how to talk to the other ranks, if there are any (``Collectives.of_group()``). Each rank runs its
-            own data; all end with the same qparams.
+            ``"attention_mask"``. Other tokens reach no observer. Or set the mask of each batch with
+            :meth:`mask_tokens`. Without a mask, padding that an ``attention_mask`` shows is observed, with a warning.
+        collectives: how this rank communicates with the others, if there are several (``Collectives.of_group()``).
+            Each rank runs its own data; all ranks get the same qparams.
         **options: the fields of :class:`~lightning_obs.CalibrationOptions`.
 
     Attributes:
         model: the calibrated model, without wrappers.
-        options: of the calibration, without what its recipe has that the model cannot run.
+        options: of the calibration; parts of a recipe that the model cannot run are left out.
         label: short name of scheme and rounding.
         plan: the modules that will be quantized.
-        engines: each engine's verdict on the checkpoint.
+        engines: by engine's name, its verdict on the checkpoint.
         observers: by module name and base name (``("layer", "weight")``), the observers of the plan.
-        data_observers: the observers that data reach.
-        observation: the record of what was observed. It is read, and only the session's methods change it.
+        data_observers: the observers that observe data: those of the plan that need data, and helper observers.
+        observation: the record of what was observed. Others may read it; only the session's methods change it.
         result: of the last calibration; None before its end.
 
     Raises:
-        CalibrationError: from the constructor, scheme, targets or shapes are wrong; at the end of the block, the data
-            are. Nothing is written in either case.
+        CalibrationError: in the constructor if scheme, targets or shapes are wrong; at the end of the block if the data
+            are. The modules' qparams do not change in either case.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -114,12 +118,12 @@ class CalibrationSession:
         self.data_observers = self.observation.data_observers
         self.result: CalibrationResult | None = None
         self._hooks = ObserverHooks(self.observation, token_mask)
-        #: the model's calls, to be run again step by step; None: the owner's run is observed
+        #: keeps the model's calls, to run them again step by step; None: the user's run itself is observed
         self._kept_calls: KeptCalls | None = None
         if self.observation.rounds_on_quantized_inputs:
             self._kept_calls = KeptCalls(self.observation)
         self._written = _WrittenQParams(self.model, self.plan)
-        #: when the data that no result has reported yet began to be observed; None: there are none
+        #: the time at which observing began, for the ``seconds`` of the next result; None: nothing new is observed
         self._observing_since: float | None = None
 
     @property
@@ -129,12 +133,12 @@ class CalibrationSession:
 
     @property
     def collectives(self) -> Collectives:
-        """How to talk to the other ranks."""
+        """How this rank communicates with the other ranks of the run."""
         return self.observation.collectives
 
     @property
     def batches(self) -> int:
-        """How many batches were observed."""
+        """How many batches this rank has observed."""
         return self.observation.calls.batches
 
     @property
@@ -145,12 +149,15 @@ class CalibrationSession:
     # ------------------------------------------------------------------ before data
 
     def begin_run(self, collectives: Collectives, is_fitting: bool) -> None:
-        """Take over the facts of a run that will call the model.
+        """Prepare for a Trainer's run, in which the model will be called; the callbacks call this when a run starts.
 
         Args:
-            collectives: how to talk to the other ranks of the run.
-            is_fitting: whether an error at its end would end a training. Modules that no data reached are then left in
-                full precision, with a warning.
+            collectives: how this rank communicates with the other ranks of the run.
+            is_fitting: whether the run is a fit, which an error would end. Modules that no data reached are then left
+                in full precision, with a warning.
+
+        Raises:
+            CalibrationError: weights are rounded on quantized inputs, and the model cannot run block by block.
         """
         self.observation.collectives = collectives
         self.observation.is_fitting = is_fitting
@@ -158,23 +165,28 @@ class CalibrationSession:
             require_steps_possible(self.observation)
 
     def show_progress(self, progress: Progress | None) -> None:
-        """Call ``progress`` with each weight that this rank has searched; None: with none."""
+        """Call ``progress`` with each weight that this rank has searched; None: show no progress.
+
+        The command line calls this around a calibration that it runs.
+        """
         self.observation.progress = progress
 
     # ------------------------------------------------------------------ attach and detach
 
     def __enter__(self) -> CalibrationSession:
+        """Attach the hooks; the model's calls are observed from now on."""
         self.attach()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Detach the hooks, and finalize unless the block has raised."""
         self.detach()
         if kind is None:
             self.finalize()
             self._warn_of_other_schemes()
 
     def _warn_of_other_schemes(self) -> None:
-        """Warn of modules that an earlier session has calibrated otherwise, and that this one has not targeted."""
+        """Warn of modules that keep another scheme from an earlier session, because this one does not target them."""
         planned_modules = {target.module for target in self.plan.targets}
         identities = {_identity_without_format(target.scheme) for target in self.plan.targets}
         others = []
@@ -197,14 +209,20 @@ class CalibrationSession:
     def attach(
         self, count_calls: bool = True, forget: bool = True, shares_calls_with: CalibrationSession | None = None
     ) -> None:
-        """Start to observe.
+        """Attach the hooks: the model's calls are observed from now on.
+
+        Called by ``with session:``, by the callbacks when a validation or an observation of training batches starts,
+        and by the functions that choose schemes.
 
         Args:
-            count_calls: count calls of ``model`` as batches. Leave it to the caller (:meth:`count_batches`) if the
-                model is not called as a whole.
-            forget: forget earlier statistics; off: go on with them.
-            shares_calls_with: another session that observes the same calls. What one has measured in a tensor the
-                other does not measure again.
+            count_calls: count each call of ``model`` as a batch. False: the caller counts (:meth:`count_batches`), for
+                example because steps call parts of the model.
+            forget: forget earlier statistics. False: continue with them.
+            shares_calls_with: another session that observes the same calls. Statistics that one session has computed
+                of a tensor are not computed again by the other.
+
+        Raises:
+            CalibrationError: the model cannot run backward, or block by block, as the options need it.
         """
         self.detach()
         if self._kept_calls is not None:
@@ -224,7 +242,7 @@ class CalibrationSession:
             self._kept_calls.attach(self._hooks.token_weights, forget)
 
     def detach(self) -> None:
-        """Remove every hook. Can be called at any time, any number of times."""
+        """Remove all hooks; statistics and kept calls stay. Can be called at any time, any number of times."""
         self._hooks.detach()
         if self._kept_calls is not None:
             self._kept_calls.detach()
@@ -232,33 +250,48 @@ class CalibrationSession:
     # ------------------------------------------------------------------ while data run
 
     def paused(self) -> AbstractContextManager[None]:
-        """Run the model inside the ``with`` block without observing."""
+        """A context manager in which the model can run without being observed.
+
+        Distillation enters it to run the unquantized model as its teacher.
+        """
         return self.observation.calls.paused()
 
     def ignore_calls(self, ignore: bool) -> None:
-        """Ignore the next calls of the model, or observe them; what was measured in the last tensor is forgotten."""
+        """Ignore the next calls of the model, or observe them again; the callbacks say this before each batch.
+
+        Args:
+            ignore: True: ignore them, for batches beyond ``max_batches`` or of other dataloaders.
+        """
         self.observation.calls.is_paused = ignore
-        self.observation.calls.cache.forget()  # it may hold a copy of the last Hessian
+        self.observation.calls.cache.forget()  # frees the last tensor's statistics, perhaps a Hessian
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
-        """Keep padding out of every observer from the next call of the model on.
+        """Keep padding out of every observer from the next call of the model on; called before each batch.
 
-        ``mask`` is ``(batch, tokens)``, nonzero for a token that counts; None for all. Another shape is an error. Give
-        one that is on the CPU where you have it: for one on an accelerator the host waits.
+        Args:
+            mask: ``(batch, tokens)`` or ``(batch,)``, nonzero for tokens or samples that count; None: all count. A mask
+                on the CPU is best, since the host waits for one on an accelerator.
+
+        Raises:
+            CalibrationError: ``mask`` has another shape.
         """
         self._hooks.calls.mask_tokens(mask)
 
     def warn_of_padding(self, mask: Any) -> None:
-        """Warn, once, if tokens that the mask of a batch marks as padding are about to be observed."""
+        """Warn, once, if the next batch has padding that would be observed; the callbacks call this before each batch.
+
+        Args:
+            mask: the ``attention_mask`` of the batch; anything but a tensor ``(batch, tokens)`` is ignored.
+        """
         if self.is_attached:
             self._hooks.calls.warn_of_padding(mask)
 
     def count_batches(self, number: int = 1, after: int | None = None) -> None:
-        """Count batches that were observed.
+        """Count observed batches, if the calls of the model are not counted (``attach(count_calls=False)``).
 
         Args:
-            number: how many.
-            after: how many were observed before them, in an earlier run; None: as many as were counted.
+            number: how many batches to add.
+            after: set the count to this number first, when a run resumes; None: add to the present count.
         """
         if after is not None:
             self.observation.calls.batches = after
@@ -267,17 +300,19 @@ class CalibrationSession:
     # ------------------------------------------------------------------ finish
 
     def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
-        """Observe the weights as they are now, compute all qparams, check them, then write them to the modules.
+        """Observe the weights as they are now, compute and check all qparams, and write them to the modules.
 
-        A rounding on quantized inputs runs the kept calls of the model now, and computes all qparams in any case.
+        Called at the end of ``with session:``, by the callbacks at the end of a validation, and by quantized training
+        when weights have changed. If weights are rounded on quantized inputs, this runs the kept calls of the model,
+        and computes all qparams whatever the arguments say. Every rank must call it.
 
         Args:
-            weights: off: the weights are not observed, their qparams do not change.
-            activations: off: no data are required, the qparams of activations do not change.
+            weights: False: do not observe the weights; their qparams do not change.
+            activations: False: require no data; the qparams of activations do not change.
 
         Raises:
             CalibrationError: no data for a static scheme, an observer that no data reached, NaN or infinity in data or
-                weights. Nothing was written then.
+                weights. The modules then have the qparams that they had before.
         """
         self.detach()
         started = time.perf_counter()
@@ -310,16 +345,17 @@ class CalibrationSession:
     # ------------------------------------------------------------------ resume
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything a resumed run needs to have the same qparams: tensors, strings and numbers only."""
+        """The finished calibration as tensors, strings and numbers; the callbacks save it in Trainer checkpoints."""
         readers = self.observation.calls.readers
         followed = set() if readers is None else readers.followed
         return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped, followed)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Write the qparams of a :meth:`state_dict` to the modules.
+        """Write the qparams of a :meth:`state_dict` to the modules; the callbacks call this when a run resumes.
 
         Raises:
-            CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
+            CalibrationError: the state was made with another scheme or for another model. The modules' qparams do not
+                change then.
         """
         with self._written.replacing():
             load_state(self.model, self.plan, state)
@@ -331,9 +367,12 @@ class CalibrationSession:
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
-        """Replace scales ``{"layer.weight_scale": tensor}``, by trained ones for example.
+        """Replace scales of calibrated modules; quantized training writes its learned scales by this.
 
-        They belong to the weights that were calibrated, or with ``of_present_weights`` to the present weights.
+        Args:
+            scales: ``{"layer.weight_scale": tensor}``; qparams without an entry stay.
+            of_present_weights: whether the qparams are now those of the present weights. False: they belong to the
+                weights that were calibrated, and an export refuses weights that have changed since.
         """
         scales_of_modules = by_module(scales)
         with torch.inference_mode(False), self._written.replacing():
@@ -352,17 +391,20 @@ class CalibrationSession:
         return bool(self._written)
 
     def in_force(self) -> AbstractContextManager[None]:
-        """A block in which this session's qparams are on the modules, if another session has written since."""
+        """A context manager in which the modules have this session's qparams, whatever another session wrote since.
+
+        Exports and reports enter it.
+        """
         return self._written.in_force()
 
 
 def _identity_without_format(scheme: QuantizationScheme) -> str:
-    """What a scheme says of numbers; its format is set once it is written to a module."""
+    """A text that is equal for schemes of the same number formats; the ``format`` field is set only at writing."""
     return scheme_identity(scheme.model_copy(update={"format": None}))
 
 
 def _run_kept_calls(observation: Observation, kept_calls: KeptCalls) -> CalibrationResult:
-    """Calibrate on quantized inputs, and release the kept calls."""
+    """Calibrate by running the kept calls of the model block by block, and release them afterwards."""
     kept_calls.warn_of_calls_left_out()
     try:
         return calibrate_on_quantized_inputs(observation, kept_calls, kept_calls.token_weights)
@@ -371,7 +413,7 @@ def _run_kept_calls(observation: Observation, kept_calls: KeptCalls) -> Calibrat
 
 
 class _WrittenQParams:
-    """The qparams that one session has written to the modules of its plan. Another session may have replaced them.
+    """The qparams that one session has written, kept because another session of the same model may overwrite them.
 
     Args:
         model: the calibrated model.
@@ -384,12 +426,12 @@ class _WrittenQParams:
         self._calibration: Calibration = {}
 
     def __bool__(self) -> bool:
-        """Whether the session has written any."""
+        """Whether the session has written any qparams."""
         return bool(self._calibration)
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Qparams that are on the modules after the ``with`` block are the session's; an error restores the earlier."""
+        """A ``with`` block that writes qparams to the modules: they become the session's, or are undone by an error."""
         earlier = calibration_of(self._model)
         try:
             yield
@@ -401,7 +443,7 @@ class _WrittenQParams:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put the session's qparams on the modules inside the ``with`` block, if another has written since."""
+        """Put the session's qparams on the modules inside the ``with`` block, and the present qparams back after it."""
         present = calibration_of(self._model)
         put_back(self._calibration)
         try:
@@ -410,12 +452,15 @@ class _WrittenQParams:
             put_back(present)
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """``{"layer.weight_scale": tensor}``, copies on the CPU."""
+        """The session's qparams, ``{"layer.weight_scale": tensor}``, as copies on the CPU."""
         qparams = {target.name: qparams_of(self._calibration, target.module) for target in self._plan.targets}
         return on_host(qparams)
 
     def checksums(self) -> dict[str, Mapping[str, int]]:
-        """The checksums of the weights that the qparams belong to: ``{"layer": {"weight": checksum}}``."""
+        """The checksums of the weights to which the qparams belong, ``{"layer": {"weight": checksum}}``.
+
+        A saved state holds them, so that weights that have changed since are noticed.
+        """
         checksums: dict[str, Mapping[str, int]] = {}
         with without_wrappers(self._model), without_adapters(self._model):
             for name, module in self._model.named_modules():

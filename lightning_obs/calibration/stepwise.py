@@ -1,14 +1,18 @@
-"""Calibrate a model step by step, each on the inputs that the quantized steps before it give.
+"""Calibrate a model step by step, so that each module is calibrated on the inputs that the quantized model gives.
 
-A *position* is everything that the model calls after one block, up to the end of the next. A *step* is the planned
-modules of a position that read one tensor (q, k and v), in the order in which they are called. For each step all
-batches run from the kept outputs of the block before, with finished modules quantized; then its modules get their
-qparams. A model without known blocks is one position, which runs from its beginning for each step.
+A *position* is everything that the model calls after one block, up to the end of the next block. A *step* is the
+planned modules of a position that read the same tensor (q, k and v). Steps follow each other in the order in which the
+model calls them. For each step, all batches run through the position, with the modules of earlier steps quantized, and
+the modules of the step observe their inputs; then these modules get their qparams.
 
-Where a rounding makes up for a share of the errors of its inputs, each batch also runs in full precision, from outputs
-that were kept of the full-precision blocks.
+In each run the model is called from its beginning, but the earlier blocks are skipped: :class:`.BlockForward` replaces
+the block before the position by its kept output. A model without known blocks is one position, which runs in full for
+each step.
 
-In memory :mod:`.quantized_inputs` runs all positions, from files to files ``streaming/layerwise.py``.
+If a rounding makes up for a share of the errors of its inputs (the *correction*), each batch also runs in full
+precision, from outputs that were kept of the full-precision blocks.
+
+:mod:`.quantized_inputs` runs all positions in memory, ``streaming/layerwise.py`` from files to files.
 """
 
 from __future__ import annotations
@@ -46,39 +50,49 @@ _CPU = torch.device("cpu")
 
 
 class Batches(Protocol):
-    """The calibration batches of this rank, each of which can be run any number of times."""
+    """The calibration batches of this rank, each of which can be run any number of times.
+
+    :class:`.KeptCalls` and ``FileBatches`` of ``streaming/blocks.py`` are of this kind.
+    """
 
     def __len__(self) -> int: ...
 
     def run(self, index: int) -> Any:
-        """Call the model on a batch; returns its output."""
+        """Call the model, from its beginning, on batch ``index``, and return its output.
+
+        :meth:`.BlockForward.run` calls this for each run of a position. It skips the earlier blocks, and catches
+        :class:`.RunEnded`, by which a hook ends the call early.
+        """
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """Which tokens of a batch count; None: all."""
+        """The mask of the tokens of batch ``index`` that count, on the CPU; None: all tokens count."""
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model, which it calls one after the other; none: it runs as a whole.
+    """The blocks of a model, which it calls one after the other. Without blocks, the model runs as a whole.
 
     Attributes:
-        name: of the list of blocks in the model.
-        modules: the blocks.
+        name: the name of the list of blocks in the model.
+        modules: the blocks in order.
     """
 
     name: str = ""
     modules: Sequence[nn.Module] = ()
 
     def holds(self, index: int, name: str) -> bool:
-        """Whether a module of the model, by its name, is in a block."""
+        """Whether the module ``name`` of the model is inside the block ``index``."""
         return name.startswith(f"{self.name}.{index}.")
 
 
 def require_steps_possible(observation: Observation) -> None:
-    """Refuse, before any data, a model or scheme that cannot be calibrated step by step.
+    """Raise a CalibrationError for a model or a plan that cannot be calibrated step by step.
+
+    Called before any data: by a session when a run begins and when it attaches, and by ``calibrate_layerwise``.
 
     Raises:
-        CalibrationError: weights in shards or offloaded; experts; quantized attention states or outputs.
+        CalibrationError: weights are in shards or offloaded; the model has experts; the plan quantizes attention states
+            or outputs.
     """
     remedy = "rounding='gptq', which rounds by inputs in full precision."
     subject = "rounding on quantized inputs runs the model block by block"
@@ -98,20 +112,21 @@ def require_steps_possible(observation: Observation) -> None:
 class StepwiseCalibration:
     """Calibrates the planned modules of a model position by position.
 
-    Its owner enters :meth:`attached`, calls :meth:`calibrate_position` for each position in order, and
-    :meth:`calibrate_rest` after the last.
+    The owner enters :meth:`attached`, calls :meth:`calibrate_position` for each position in order, and
+    :meth:`calibrate_rest` at the end. Every rank does the same.
 
     Args:
-        observation: its model runs, in evaluation mode; its observers have no statistics yet.
+        observation: of the model, which must be in evaluation mode. Its observers have no statistics yet.
         blocks: of the model.
         batches: of this rank.
-        device: where the model runs; None: where its tensors are.
-        token_weights: weighs the tokens of the batch that runs; None: all count alike.
+        device: where the model runs; None: on the devices on which its tensors are.
+        token_weights: has the weights of the tokens of the batch that runs; None: all tokens count alike.
 
     Attributes:
         result: of the positions so far; its qparams are on the CPU.
-        exact_outputs: the output of the last block for each batch in full precision; None where nothing needs it.
-        quantized_outputs: the same, of the blocks quantized so far. Both on the CPU.
+        exact_outputs: for each batch, the output of the last finished block in full precision, on the CPU; None
+            without a correction.
+        quantized_outputs: for each batch, the output of the last finished block with quantized blocks, on the CPU.
     """
 
     def __init__(
@@ -132,21 +147,21 @@ class StepwiseCalibration:
         self._token_weights = token_weights
         self._forward = BlockForward(observation.model, blocks.modules, device)
         self._unfinished = {target.name: target for target in observation.plan.targets}
-        #: by module: modules that run quantized when a position runs, with their quantized weights
+        #: by module that has its qparams and runs quantized in the present position, its quantized weight
         self._finished: dict[nn.Module, WeightCache] = {}
-        #: how often the first batch calls each module in the present position
+        #: by module name, how often the first batch calls the module in the present position
         self._calls = Counter[str]()
         self._corrects = any(base == INPUT_ERRORS for _, base in observation.data_observers)
         self._progress = TotalProgress(observation)
 
     @property
     def positions(self) -> int:
-        """How many positions there are: one more than blocks."""
+        """The number of positions: one for each block, and one for the modules after the last block."""
         return len(self._blocks.modules) + 1
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """For a ``with`` block in which the model can be run block by block."""
+        """Make the model run block by block, eagerly and unfused, inside the ``with`` block."""
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             stack.enter_context(unfused(self.observation.model))
@@ -154,30 +169,33 @@ class StepwiseCalibration:
             yield
 
     def calibrate_position(self, position: int) -> None:
-        """Calibrate what the model calls after the last finished block, up to the end of the next. All ranks call this.
+        """Calibrate the steps of one position, and keep the outputs of its block. Every rank must call this.
 
         Args:
-            position: the number of the block; of the last position, the number of blocks.
+            position: the number of the position's block; ``len(blocks)`` for the modules after the last block.
         """
         for names in self._steps(position):
             self._calibrate(position, names)
         self._go_on(position)
 
     def calibrate_rest(self, module_names: Collection[str] | None = None) -> None:
-        """Calibrate planned modules that no batch called: an error, or left in full precision, as the options say.
+        """Finalize the planned modules that no batch has called.
+
+        A module that needs data then is an error, or stays in full precision, as ``on_missing`` says. Called after the
+        last position, or from files after each position for the modules that were loaded.
 
         Args:
-            module_names: only of these; None: of all.
+            module_names: only modules among these; None: all.
         """
         names = [name for name in self._unfinished if module_names is None or name in module_names]
         self._finalize(names)
 
     def go_on_after(self, blocks: int, exact_outputs: list[Any], quantized_outputs: list[Any]) -> None:
-        """Take over from a run that was killed; its outputs were :attr:`exact_outputs` and :attr:`quantized_outputs`.
+        """Continue a run that was killed; ``calibrate_layerwise`` calls this before the first position.
 
         Args:
-            blocks: how many blocks were finished.
-            exact_outputs, quantized_outputs: of the last of them.
+            blocks: how many blocks the killed run had finished.
+            exact_outputs, quantized_outputs: these attributes after the last finished block.
         """
         self.exact_outputs = exact_outputs
         self.quantized_outputs = quantized_outputs
@@ -188,7 +206,10 @@ class StepwiseCalibration:
     # ------------------------------------------------------------------ the steps
 
     def _steps(self, position: int) -> list[list[str]]:
-        """The names of the modules of each step, as the first batch of the lowest rank that has any calls them."""
+        """The names of the modules of each step of a position, the same on all ranks.
+
+        They follow from the calls in the first batch, on the lowest rank on which a planned module was called.
+        """
         collectives = self.observation.collectives
         calls: list[tuple[str, int]] = []
         with on_all_ranks(collectives):
@@ -199,7 +220,11 @@ class StepwiseCalibration:
         return steps_of(calls, self.observation.plan.fused)
 
     def _calls_of_first_batch(self, position: int) -> list[tuple[str, int]]:
-        """The calls of unfinished modules in a position, and which tensor each reads: equal numbers, one tensor."""
+        """Run the first batch, and list the calls of unfinished modules in the position.
+
+        Returns:
+            For each call the module's name, and a number that is equal for calls that read the same unchanged tensor.
+        """
         calls = []
         read: list[torch.Tensor] = []  # kept, so that no later tensor has the identity of an earlier one
         numbers: dict[tuple[int, int], int] = {}
@@ -219,7 +244,7 @@ class StepwiseCalibration:
         return calls
 
     def _calibrate(self, position: int, names: list[str]) -> None:
-        """Observe the modules of a step on all batches, and compute their qparams."""
+        """Calibrate the modules of one step: observe all batches, then compute and write their qparams."""
         part = self.observation.of(names)
         if part.data_observers:
             with on_all_ranks(part.collectives):
@@ -228,7 +253,12 @@ class StepwiseCalibration:
         self._finalize(names)
 
     def _observe(self, position: int, part: Observation) -> None:
-        """Run all batches up to the modules of a step, which observe their inputs."""
+        """Run all batches through a position, up to the last call of the modules of a step, which observe their inputs.
+
+        Args:
+            position: that runs.
+            part: the record of the step's modules, with the whole model.
+        """
         pairs = self._pairs_of(part)
         for index in range(len(self._batches)):
             part.calls.mask = self._batches.mask(index)
@@ -250,7 +280,10 @@ class StepwiseCalibration:
         part.calls.cache.forget()
 
     def _pairs_of(self, part: Observation) -> PairedInputs | None:
-        """What pairs inputs of both runs for the modules of a step; None: none of them needs it."""
+        """Pairs the inputs of the full-precision and the quantized run, for modules of a step with a correction.
+
+        None if no module of the step has a correction.
+        """
         observers = []
         for target in part.plan.targets:
             observer = part.data_observers.get((target.name, INPUT_ERRORS))
@@ -259,7 +292,7 @@ class StepwiseCalibration:
         return PairedInputs(part.model, observers, part.calls, self._token_weights) if observers else None
 
     def _finalize(self, names: list[str]) -> None:
-        """Compute and write the qparams of observed modules, and release what was gathered for their weights."""
+        """Compute and write the qparams of some modules, let them run quantized, and reset their weights' observers."""
         if not names:
             return
         part = self.observation.of(names, self._progress.of_part(names))
@@ -283,11 +316,11 @@ class StepwiseCalibration:
     # ------------------------------------------------------------------ runs
 
     def _run_exact(self, position: int, index: int) -> Any:
-        """Run a batch through a position in full precision; returns the output of its block."""
+        """Run a batch through a position in full precision; return its block's output, None if a hook ends the run."""
         return self._forward.run(position, self.exact_outputs[index], partial(self._batches.run, index))
 
     def _run_quantized(self, position: int, index: int) -> Any:
-        """Run a batch through a position with finished modules quantized; returns the output of its block."""
+        """Run a batch through a position with finished modules quantized; the result is as of :meth:`_run_exact`."""
         with ExitStack() as stack:
             for module, cache in self._finished.items():
                 stack.callback(quantize_forward(module))
@@ -295,7 +328,7 @@ class StepwiseCalibration:
             return self._forward.run(position, self.quantized_outputs[index], partial(self._batches.run, index))
 
     def _go_on(self, position: int) -> None:
-        """Keep the outputs of a finished block, in full precision where they are needed, and quantized."""
+        """Run a finished block once more on all batches, and keep its outputs for the next position."""
         if position == len(self._blocks.modules):
             return
         with on_all_ranks(self.observation.collectives):
@@ -308,7 +341,7 @@ class StepwiseCalibration:
         self._leave(position)
 
     def _leave(self, position: int) -> None:
-        """Let the modules of a finished block run quantized no more: the block does not run again."""
+        """Forget the quantized weights of a finished block, which does not run again."""
         for target in self.observation.plan.targets:
             if self._blocks.holds(position, target.name):
                 self._finished.pop(target.module, None)
@@ -318,11 +351,14 @@ class StepwiseCalibration:
 
 
 def steps_of(calls: Sequence[tuple[str, int]], fused: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Which modules are calibrated together, in order.
+    """Sort the modules of a position into steps.
 
     Args:
-        calls: the modules in the order of their calls, and the number of the tensor that each reads.
-        fused: names of modules that share scales, and are calibrated together, whatever they read.
+        calls: in the order of the calls, a module's name and the number of the tensor that it reads.
+        fused: names of the modules of each fused set, which are in one step whatever they read.
+
+    Returns:
+        The names of the modules of each step, each module once.
 
     >>> steps_of([("q", 0), ("k", 0), ("o", 1), ("v", 2), ("up", 3)], fused=[["q", "k", "v"]])
     [['q', 'k', 'v'], ['o'], ['up']]
@@ -343,18 +379,20 @@ def steps_of(calls: Sequence[tuple[str, int]], fused: Sequence[Sequence[str]]) -
 
 
 def _attach(module: nn.Module, hook: Callable[..., Any], stack: ExitStack) -> None:
-    """Register a forward pre-hook; ``stack`` removes it."""
+    """Register a forward pre-hook with keyword arguments; ``stack`` removes it."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
     remove_hook = keep_hook_out(module, handle)
     stack.callback(remove_hook)
 
 
 def _end_after(targets: Sequence[PlannedModule], calls: Mapping[str, int], stack: ExitStack) -> None:
-    """End a run at the last call of some modules; registered after the hooks that observe them.
+    """End a run (:class:`.RunEnded`) at the last call of the modules of a step, since nothing after it is needed.
+
+    Registered after the hooks that observe the modules, so that these see the last call.
 
     Args:
         targets: the modules.
-        calls: how often each is called.
+        calls: by module name, how often a batch calls the module.
         stack: removes the hooks.
     """
     left = sum(calls[target.name] for target in targets)

@@ -1,15 +1,18 @@
-"""How much each token counts where a weight is chosen by its module's inputs: as the predictions depend on it there.
+"""Weigh tokens by how much the model's predictions depend on them (``weigh_tokens``).
 
-A module's output that changes by ``d`` at a token moves the predictions by ``1/2 E[(g^T d)^2]`` (Kullback-Leibler, to
-second order), g the gradient at the output from a random probe of the logits; of a model without logits it is half the
-squared change of the output (:mod:`lightning_obs.calibration.output_probe`). An error d is unknown before the weight
-is quantized, so all its directions count alike: the token's ``x x^T`` counts ``|g|^2`` times.
+Observers and roundings of weights gather ``sum x x^T`` over the tokens of a module's inputs x. Here each token gets a
+weight in this sum. If the module's output at a token changes by ``d``, the predictions change by ``1/2 E[(g^T d)^2]``
+(Kullback-Leibler divergence, to second order). g is the gradient at the module's output from a random probe of the
+logits. In a model without logits, the same expression is half the squared change of the model's output
+(:mod:`lightning_obs.calibration.output_probe`). The direction of d is unknown before the weight is quantized, so all
+directions count alike: the weight of the token is ``|g|^2``.
 
-Before each call of the model that is observed, a copy of the model runs on copies of the arguments, with gradients
-(:mod:`lightning_obs.forward.model_copy`): the user's run has no part in it. The same forward could not serve both:
-with gradients torch takes other kernels, so outputs would differ, and caches would keep the graph. For a rounding it
-also gathers ``sum |x|^2 g g^T``, by which outputs go together: beside the weighed ``x x^T`` a Kronecker factor of the
-Fisher information.
+Before each observed call of the model, a copy of the model runs forward and backward on copies of the arguments
+(:mod:`lightning_obs.forward.model_copy`), apart from the user's run. The user's own forward cannot be used: with
+gradients torch chooses other kernels, so outputs would differ, and key-value caches would keep the autograd graph.
+
+For a rounding, ``sum |x|^2 g g^T`` is gathered, too. It tells how errors in different outputs of the module combine;
+it and the weighted ``sum x x^T`` are the two Kronecker factors of the Fisher information.
 
 Reference:
     Martens, New Insights and Perspectives on the Natural Gradient Method, 2020, arXiv:1412.1193 (KL and the Fisher);
@@ -40,31 +43,37 @@ from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.weight import in_shards
 from lightning_obs.observers import Observer
 
-#: the weights ``(...)`` of the tokens of each call of a module, by fused set or name of the module
+#: the token weights in one call of the model: by fused set, or name of a module in none, and by number of the module's
+#: call, the weights ``(...)`` in the shape of the input without its channels
 WeightsOfCall: TypeAlias = dict[Hashable, dict[int, torch.Tensor]]
-#: about how many predictions of a call are compared with the copy's
+#: about how many predictions of the model and of its copy are compared
 _COMPARED = 16
-#: the largest difference of these predictions, relative to their size
+#: the largest relative difference of these predictions. It is loose, because the copy may run with other kernels, and
+#: only a copy that computes another function is to be refused.
 _TOLERANCE = 0.1
 
 
 class TokenWeights:
-    """The weights of the tokens of the present call of the model, in the modules that weigh them.
+    """Measures and holds the weights of the tokens of the model's present call.
 
-    Modules of a fused set read one tensor, and share the sum of their weights.
+    :class:`.ObserverHooks` makes one when it attaches, if any observer weighs tokens. A pre-hook of the model calls
+    :meth:`measure` before each call, and the hooks of modules call :meth:`weigh` with their inputs. The modules of a
+    fused set read one tensor, so they share the sum of their weights.
 
-    Where a recipe asks for the weights, a module that no gradient reaches counts all its tokens alike, and a warning
-    says so at the end: the steps of a LightningModule may call its parts, and no call of the model is seen then. Where
-    the user has named ``weigh_tokens``, that is an error.
+    If no gradient reaches a module, the outcome depends on who asked for the weights. If a recipe did, all tokens of
+    the module count alike, and a warning says so at the end. This happens when the steps of a LightningModule call
+    parts of the model, so that no call of the model itself is seen. If the user has named ``weigh_tokens``, it is an
+    error.
 
     Args:
-        observation: its ``weighed_modules`` weigh tokens. The observers of :data:`.GRADIENTS` observe gradients.
+        observation: its ``weighed_modules`` weigh tokens; its helper observers for :data:`.GRADIENTS` observe
+            gradients.
 
     Attributes:
-        modules: the modules that weigh tokens, by name.
+        modules: by name, the modules that weigh tokens.
 
     Raises:
-        CalibrationError: the model is in shards, on other devices or on disk, or has experts.
+        CalibrationError: the model is sharded, offloaded or spread over devices, or has experts.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -75,21 +84,23 @@ class TokenWeights:
         self._refuse_models_that_cannot_run_backward()
         self._fused_sets = fused_sets_by_module(observation.plan)
         self._probe = OutputProbe(model)
-        #: how many calls of each module were weighed, by its name
+        #: by module name, how many of its calls in the present call of the model were weighed
         self._weighed_calls = defaultdict[str, int](int)
         self._weights: WeightsOfCall = {}
-        #: some rows of the copy's output ``(n, C)`` for the present call; None: there is nothing to compare
+        #: for each tensor of the copy's output, some rows ``(n, C)`` in the present call; None: nothing is to compare
         self._predicted: list[torch.Tensor] | None = None
-        # One comparison is enough: what the copy lacks, it lacks in each call, and the host waits for an accelerator.
+        # Only one call is compared: what the copy lacks it lacks in every call, and comparing makes the host wait.
         self._is_compared = False
         options = observation.options
+        #: whether a recipe asks for token weights, not the user by name
         self._is_of_recipe = options.recipe is not None and not options.names_weight_observer
-        #: fused sets, or names of modules, by whether their tokens are weighed; it is settled at the first token
+        #: by fused set or module name, whether its tokens are weighed; decided at its first call
         self._is_weighed: dict[Hashable, bool] = {}
-        #: why the copy could not run; None: it could
+        #: why the copy of the model could not run; None: it could
         self._obstacle: str | None = None
 
     def _refuse_models_that_cannot_run_backward(self) -> None:
+        """Raise a CalibrationError for models with sharded or offloaded weights, or with experts."""
         sharded = [name for name, module in self.modules.items() if in_shards(module) or is_dispatched(module)]
         remedy = "leave out weigh_tokens."
         refuse(sharded, "weigh_tokens runs the model backward, as a whole and in memory", remedy=remedy)
@@ -98,7 +109,11 @@ class TokenWeights:
         refuse(containers, "weigh_tokens does not know the tokens of experts", remedy=remedy)
 
     def attach(self, stack: ExitStack) -> None:
-        """Compare the predictions of the first call with the copy's; ``stack`` removes the hook."""
+        """Register a hook on the model that compares its predictions in the first call with the copy's.
+
+        :meth:`.ModelCalls.attach` calls this. When ``stack`` closes, it removes the hook, and warns of modules whose
+        tokens count alike.
+        """
         model = self._observation.model
         handle = model.register_forward_hook(self._compare, prepend=True)
         remove_hook = keep_hook_out(model, handle)
@@ -106,11 +121,17 @@ class TokenWeights:
         stack.callback(remove_hook)
 
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run a copy of the model forward and backward on copies of the arguments of a call that is about to run.
+        """Measure the token weights of a call of the model before it runs; a pre-hook of the model calls this.
+
+        A copy of the model runs forward and backward on copies of the arguments.
+
+        Args:
+            model: the model.
+            args, kwargs: of the call.
 
         Raises:
-            CalibrationError: the model cannot be copied; no gradient leads from its output to a module; it has logits
-                whose classes are not known. Where a recipe asks for weights, tokens count alike instead.
+            CalibrationError: the model cannot be copied; no gradient leads from its output to a module; or the class
+                dimension of its logits is unknown. If a recipe asks for the weights, tokens count alike instead.
         """
         self._weights = {}
         self._weighed_calls.clear()
@@ -126,7 +147,7 @@ class TokenWeights:
             self._weights = {}
 
     def _run_copy(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Fill the weights of a call, and keep some of the copy's predictions where they are to be compared."""
+        """Run the copy, whose hooks fill ``_weights``, and keep some of its predictions for the comparison."""
         mask = self._calls.mask
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
             stack.enter_context(random_numbers_restored(model))
@@ -137,7 +158,7 @@ class TokenWeights:
             self._probe.watch(copied.model, stack)
             for name, module in self.modules.items():
                 copied.copy_of(module).register_forward_hook(self._gradient_hook(name), with_kwargs=True)
-            # Not a call of the model: its own hooks have run before the call was copied.
+            # Not copied.model(...): the model's own pre-hooks have run already, for the call that is copied.
             output = copied.model.forward(*copied.args, **copied.kwargs)
             tensors = self._probe.tensors_of(output)
             self._probe.run_backward(tensors, mask, args, kwargs)
@@ -146,7 +167,7 @@ class TokenWeights:
             self._predicted = [rows_that_count(tensor, mask, _COMPARED) for tensor in tensors]
 
     def _gradient_hook(self, name: str) -> Callable[..., torch.Tensor]:
-        """A forward hook that adds up the squared gradients at a module's output, when backward reaches it."""
+        """Make a forward hook for the copy of a module: it takes in the gradient at the output in backward."""
         weights = self._weights.setdefault(self.reader_of(name), {})
         output_observer = self._observation.data_observers.get((name, GRADIENTS))
         calls = 0
@@ -165,11 +186,14 @@ class TokenWeights:
         return hook
 
     def reader_of(self, name: str) -> Hashable:
-        """The fused set of a module, whose modules share weights; without one, its name."""
+        """The key of a module in ``_weights``: its fused set, or its name if it is in none."""
         return self._fused_sets.get(name, name)
 
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Refuse weights of a copy that predicts something else than the model: they are not the model's."""
+        """Raise a CalibrationError if the copy predicted something else than the model; a forward hook of the model.
+
+        Weights that a wrong copy gives are of no use.
+        """
         predicted = self._predicted
         self._predicted = None
         if predicted is None:
@@ -182,21 +206,28 @@ class TokenWeights:
 
     @property
     def of_call(self) -> WeightsOfCall:
-        """The weights of the tokens of the present call, for :meth:`use` when it runs again."""
+        """The token weights of the present call; :class:`.KeptCalls` keeps them for :meth:`use`."""
         return self._weights
 
     def use(self, weights: WeightsOfCall) -> None:
-        """Weigh the tokens of the next run by the weights that an earlier call had."""
+        """Weigh the tokens of the next run by ``weights``; called before a kept call runs again."""
         self._weights = weights
         self._weighed_calls.clear()
 
     def weigh(self, name: str, value: torch.Tensor, call: int | None = None) -> torch.Tensor:
-        """Inputs ``(..., C)`` of a module, each token times the root of its weight, in float32.
+        """Return an input ``(..., C)`` of a module in float32, each token multiplied by the square root of its weight.
+
+        The sum of ``x x^T`` over these tokens is the weighted sum. Hooks call this for each input that a weight's
+        observer observes.
 
         Args:
             name: of the module.
             value: its input.
-            call: the number of the module's call; None: the next one, which is then counted.
+            call: the number of the module's call within the call of the model; None: the next call, which is counted.
+
+        Raises:
+            CalibrationError: the call has no weights, and the user has named ``weigh_tokens``, or earlier calls had
+                weights.
         """
         if call is None:
             call = self._weighed_calls[name]
@@ -218,7 +249,10 @@ class TokenWeights:
         return value.float() * weights.sqrt()[..., None]
 
     def warn_of_tokens_that_count_alike(self) -> None:
-        """Say, when the observation ends, which modules of a recipe's count all their tokens alike, and why."""
+        """Warn of modules whose tokens count alike although a recipe asks for weights, and say why.
+
+        Called when the hooks are removed, and after kept calls were run again.
+        """
         names = [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
         if not names:
             return
@@ -233,13 +267,13 @@ class TokenWeights:
 
 
 def _require_alike(model: str, rows: torch.Tensor, of_copy: torch.Tensor, *, are_logits: bool) -> None:
-    """Refuse a copy whose predictions differ from the model's.
+    """Raise a CalibrationError if the predictions of the copy differ from the model's by more than the tolerance.
 
     Args:
-        model: name of its class.
+        model: the name of the model's class, for the error.
         rows: ``(n, C)`` of the model's output.
-        of_copy: the same rows of the copy's.
-        are_logits: whether a constant that is added to a row changes nothing.
+        of_copy: the same rows of the copy's output.
+        are_logits: whether rows are logits, whose common offset does not count in their size.
     """
     difference = torch.tensor(torch.inf, device=rows.device)
     if rows.shape == of_copy.shape:
@@ -264,10 +298,10 @@ def _take_gradient(
     token_lengths: torch.Tensor | None,
     gradient: torch.Tensor,
 ) -> None:
-    """Take in the gradient at the output of one call of a module; called when backward reaches it.
+    """Add the gradient at a module's output to the token weights; called in backward, once for each call of the module.
 
     Args:
-        weights: the weights of the tokens of each call, to which the squared gradient is added.
+        weights: by number of the call, the token weights, to which the squared gradient is added.
         call: the number of the call.
         output_observer: gathers ``sum |x|^2 g g^T``; None: the rows of the weight are rounded one by one.
         token_lengths: ``|x|`` of the call's input, ``(..., 1)``; given with ``output_observer``.
