@@ -287,7 +287,7 @@ class _Finalization:
                 self.qparams[name][ROUNDED] = rounding.rounded
 
     def _write(self) -> None:
-        """Write the qparams to the modules, and remember the weights that they belong to."""
+        """Write the qparams to the modules, and with them the checksums of the weights to which they belong."""
         with self.stretch:
             write_all(self.observation.plan, self.qparams)
         with self.stretch:
@@ -318,7 +318,10 @@ class _Finalization:
 
 
 def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Qparams by module name without the rounded weights, which are as large as the weights: for a result."""
+    """Qparams by module name, without the rounded weights, which are as large as the weights.
+
+    ``finalize`` puts them into the result.
+    """
     without_weights = {}
     for name, of_module in qparams.items():
         without_weights[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
@@ -378,7 +381,10 @@ def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
 
 
 def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copy qparams ``{"layer": {"weight_scale": tensor}}`` to the CPU, as ``{"layer.weight_scale": tensor}``."""
+    """Copy qparams ``{"layer": {"weight_scale": tensor}}`` to the CPU, as ``{"layer.weight_scale": tensor}``.
+
+    Results and ``session.qparams`` hold them so.
+    """
     by_full_name: dict[str, torch.Tensor] = {}
     for name, of_module in qparams.items():
         for key, value in of_module.items():

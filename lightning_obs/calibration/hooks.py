@@ -173,7 +173,7 @@ class ObserverHooks:
         stack.callback(remove_hook)
 
     def _observers_of(self, target: PlannedModule, base_names: Sequence[str]) -> list[Observer]:
-        """The module's observers of these base names that observe data, in the order of the base names."""
+        """The observers of these base names that a module's hook has to feed, in the order of the base names."""
         observers = []
         for base_name in base_names:
             observer = self._observation.data_observers.get((target.name, base_name))
@@ -261,7 +261,7 @@ class _ActivationHook:
         self._calls.measurements += len(cache.measured) - measurements_before
 
     def _ignores_this_call(self) -> bool:
-        """Whether the present call of the module is not observed."""
+        """Whether the present call of the module is not observed; asked at each call."""
         if self._calls.is_paused or is_inside_quantized(self._target.module):
             return True
         if self._experts is not None and self._experts.are_forced and not self._experts.is_forcing:
@@ -270,6 +270,7 @@ class _ActivationHook:
         return torch._C._current_graph_task_id() != -1
 
     def _require_floating_point(self, tensor: torch.Tensor) -> None:
+        """Raise a CalibrationError for a tensor of integers, booleans or 8-bit floats, which cannot be observed."""
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CalibrationError(
                 "only floating point values can be observed",

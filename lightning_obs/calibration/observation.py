@@ -138,7 +138,10 @@ class Observation:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the model has to be run: for static activations, or for weights that need inputs."""
+        """Whether the model has to run on data: for static activations, or for weights whose observers need inputs.
+
+        Callbacks, command line and file calibrations ask it before they run data.
+        """
         return bool(self.data_observers)
 
     @property
@@ -151,7 +154,10 @@ class Observation:
 
     @property
     def weighed_modules(self) -> list[str]:
-        """Names of the modules for whose weights tokens count by their gradients (``weigh_tokens``)."""
+        """Names of the modules for whose weights tokens count by their gradients (``weigh_tokens``).
+
+        The hooks make a :class:`.TokenWeights` for these modules, if there are any.
+        """
         names = []
         for (name, _), observer in self.data_observers.items():
             if getattr(observer, "weigh_tokens", False):
@@ -225,7 +231,7 @@ def fused_sets_by_module(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _of_modules(observers: Mapping[Key, Observer], module_names: Collection[str]) -> dict[Key, Observer]:
-    """The observers of some modules."""
+    """The observers of the modules in ``module_names``."""
     return {key: observer for key, observer in observers.items() if key[0] in module_names}
 
 
@@ -432,6 +438,8 @@ class CalibrationResult:
 
     def line(self, between: str) -> str:
         """The facts without the scheme on one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s...
+
+        The message at the end of a calibration and the closing summary show it.
 
         Args:
             between: the text between two facts.

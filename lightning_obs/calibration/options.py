@@ -138,6 +138,7 @@ class CalibrationOptions:
     config: QuantizationConfig = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        """Turn all fields into plain dicts, lists and names, check them, and make ``config``."""
         for name in ("scheme", *self.names(type(self))):
             value = _plain(getattr(self, name))
             is_unset = name == "targets" and value is None
@@ -184,7 +185,7 @@ class CalibrationOptions:
 
     @property
     def label(self) -> str:
-        """Short name of scheme and rounding, for reports."""
+        """Short name of scheme and rounding, for messages and reports: ``FP8``."""
         return label(self.scheme, self.config)
 
     @property
@@ -205,7 +206,10 @@ class CalibrationOptions:
 
     @property
     def names_weight_observer(self) -> bool:
-        """Whether the user names an observer for weights; a recipe does not replace it then."""
+        """Whether the user names an observer for weights, which a recipe then does not replace.
+
+        Asked when a recipe is fitted to the model, and when token weights are missing.
+        """
         return names_observer(self.observers, "weight")
 
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
@@ -217,12 +221,12 @@ class CalibrationOptions:
 
     @property
     def engine(self) -> Engine:
-        """The engine that the checkpoint is written for."""
+        """The first of ``engines``, for which the checkpoint is written; its fused sets shape the plan."""
         return engine_of(self.engines[0] if self.engines else "transformers")
 
     @property
     def further_engines(self) -> list[Engine]:
-        """The engines after the first, which must accept the checkpoint, too."""
+        """The other ``engines``, which must accept the checkpoint, too; asked when an observation begins."""
         return [engine_of(name) for name in self.engines[1:]]
 
 

@@ -82,6 +82,7 @@ class OutputReaders:
         return self.state_dict()
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Restore a copy or pickle."""
         self.followed, self.sources, self.rectified, self.sums = set(), {}, {}, {}
         self._values = WeakTensorKeyDictionary()
         self.add([state])
@@ -194,7 +195,11 @@ class OutputReaders:
         return _Value(None) if operation in _SUMS and len(values) == 2 else None
 
     def keep(self, value: _Value, tensor: torch.Tensor) -> None:
-        """Record what ``tensor`` holds, until it is freed or changed in place."""
+        """Record what ``tensor`` holds, until it is freed or changed in place.
+
+        The ``note_...`` methods call this for outputs of modules, and :class:`.WatchedFunctions` for results of
+        operations.
+        """
         self._values[tensor] = value._replace(first_sample=tensor[:1].clone())
 
     def _known(self, tensor: torch.Tensor) -> _Value | None:

@@ -84,7 +84,7 @@ class PairedInputs:
             stack.callback(remove_hook)
 
     def _keep_exact(self, target: PlannedModule, _: Observer, value: torch.Tensor) -> None:
-        """Keep a copy of an input of the full-precision run."""
+        """Keep a copy of an input; called at each call of the module in the full-precision run."""
         inputs = self._exact.setdefault(target.name, [])
         if self._is_new(value, None):  # modules that read one tensor share its copy
             self._measured = {"copy": value.detach().clone()}

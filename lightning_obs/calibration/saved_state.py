@@ -73,7 +73,7 @@ def dump_state(
 
 
 def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Turn ``{"layer.weight_scale": value}`` into ``{"layer": {"weight_scale": value}}``."""
+    """Turn ``{"layer.weight_scale": value}`` into ``{"layer": {"weight_scale": value}}``, to write it to modules."""
     nested: dict[str, dict[str, Any]] = {}
     for full_name, value in values.items():
         module_name, _, key = str(full_name).rpartition(".")

@@ -55,7 +55,9 @@ class Batches(Protocol):
     :class:`.KeptCalls` and ``FileBatches`` of ``streaming/blocks.py`` are of this kind.
     """
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """How many batches there are."""
+        ...
 
     def run(self, index: int) -> Any:
         """Call the model, from its beginning, on batch ``index``, and return its output.

@@ -55,7 +55,7 @@ class MixedPlan:
 
     @property
     def bits(self) -> float:
-        """Bits per weight, scales included."""
+        """Bits per weight on average, scales included."""
         bits = 8 * self.size
         return bits / self.weights
 

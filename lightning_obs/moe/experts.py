@@ -238,13 +238,14 @@ def linearize_experts(model: nn.Module) -> list[str]:
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     """By name, the modules that hold experts in 3-D parameters.
 
-    :func:`linearize_experts` replaces them; plans and the checks of transformers refuse what they would leave out.
+    :func:`linearize_experts` replaces them. Before a calibration, the planning and the checks of transformers' engine
+    look for experts that are still stacked.
     """
     return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
 
 
 def linear_experts(model: nn.Module) -> dict[str, LinearExperts]:
-    """By name, every :class:`LinearExperts` of a model."""
+    """By name, every :class:`LinearExperts` of a model; for the checks of engines and the files of a checkpoint."""
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearExperts)}
 
 
