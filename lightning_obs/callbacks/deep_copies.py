@@ -49,15 +49,16 @@ class DeepCopies:
         return DeepCopies, ()
 
     def register(self, callback: HasCalibrated) -> None:
-        """Remember a callback that has a session now."""
+        """Remember a callback that has made its session; called by ``Results.register``."""
         self._last = callback
         earlier = [reference for reference in self._registered if reference() is not callback]
         self._registered = [*earlier, weakref.ref(callback)]
 
     def with_results(self, callback: _C) -> _C:
-        """The callback whose results answer for ``callback``: itself if it ran, else the copy that ran last.
+        """Find the callback that holds the results: ``callback`` itself if it ran, else the copy that ran last.
 
-        A model that is fitted again is calibrated again, and the last calibration counts.
+        ``Results`` asks it before each export and report. A model that is fitted again is calibrated again, and
+        the last calibration counts.
 
         Raises:
             CalibrationError: it did not run, and its copies have calibrated models of different architectures.

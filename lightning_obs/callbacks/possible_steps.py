@@ -16,6 +16,8 @@ from lightning_obs.schemes.config import has_rounding
 def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bool:
     """Whether the session's model can be calibrated with other options, and with the rounding of their recipe.
 
+    ``Results`` asks it of each next step that a report proposes.
+
     Args:
         session: of the calibration; nothing on its model changes.
         changes: fields of :class:`~lightning_obs.CalibrationOptions` with their new values.
@@ -31,7 +33,17 @@ def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bo
 
 
 def can_choose_observers(session: CalibrationSession) -> bool:
-    """Whether observers can be chosen by measurement for the session's model, whose output has logits."""
+    """Whether ``observers="auto"`` could run on the session's model, as a next step that a report proposes.
+
+    ``Results`` asks it only where the model's output has logits. The user's own choice of observers is set aside, since
+    the step would replace it.
+
+    Args:
+        session: of the calibration; nothing on its model changes.
+
+    Returns:
+        False on several ranks, and where no candidate fits.
+    """
     if session.collectives.size > 1:
         return False
     with warnings.catch_warnings():

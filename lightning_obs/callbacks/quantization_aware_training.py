@@ -381,7 +381,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind. On several ranks a half-done observation starts again."""
+        """Take all hooks off the model; on several ranks drop a half-done observation: each may have seen other data.
+
+        The next run then observes from the beginning.
+        """
         self.quantized_fit.give_up_on_ranks(trainer)
         super().on_exception(trainer, pl_module, exception)
 

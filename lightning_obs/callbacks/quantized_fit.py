@@ -95,7 +95,10 @@ class QuantizedFit:
         return self._training is not None and self._training.is_quantized
 
     def use(self, session: CalibrationSession) -> None:
-        """Train with this session from now on; where an earlier session of the same model stopped, if there is one."""
+        """Train with this session from now on; called when the callback has prepared it.
+
+        Where an earlier session trained the same model, training goes on from where that one stopped.
+        """
         if self._training is not None and self._training.session is session:
             return
         self._state_of_fit = None
@@ -132,12 +135,14 @@ class QuantizedFit:
     # ------------------------------------------------------------------ training batches
 
     def begin_fit(self, trainer: Trainer) -> None:
-        """Training starts, or is resumed after earlier validations."""
+        """Remember how many validation batches there were before; called when a fit begins or resumes training."""
         self._validation_batches = _validation_batches(trainer)
         self._state_of_fit = None
 
     def begin_training_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the ranges of the last validation in force; observe this batch and the next ones if ranges are due.
+
+        Called before each training batch of a fit that has reached ``start_epoch`` and ``start_step``.
 
         Raises:
             CalibrationError: activations have no ranges, and no option would ever give them any.
@@ -232,7 +237,7 @@ class QuantizedFit:
             session.attach(count_calls=False)
 
     def end_validation(self, trainer: Trainer) -> None:
-        """A validation of a fit has ended; training goes on."""
+        """Leave a validation of a fit: the next training batch puts newer ranges in force. Called at its end."""
         self._validation_batches = _validation_batches(trainer)
         if self._training is not None:
             self._training.end_validation()
@@ -283,7 +288,7 @@ class QuantizedFit:
         session.load_state_dict(state)
 
     def give_up_on_ranks(self, trainer: Trainer) -> None:
-        """After an exception on several ranks, start a half-done observation again: each rank may be elsewhere."""
+        """After an exception on several ranks, drop a half-done observation: each may have stopped elsewhere."""
         if trainer.world_size == 1 or self._training is None:
             return
         if self._training.phase in (Phase.OBSERVING, Phase.GATHERED):

@@ -35,7 +35,7 @@ class PartOfRun(Protocol):
     """A part of a callback that changes the model, or keeps data, while a run lasts."""
 
     def stop(self) -> None:
-        """Leave nothing behind. Can be called at any time, any number of times."""
+        """Take hooks off the model and release kept data. Can be called at any time, any number of times."""
         ...
 
 
@@ -50,7 +50,7 @@ class SessionCallback(Callback):
         trainer_session: makes and keeps the session.
         results: exports, reports, logs, and keeps what validations have logged.
         export_at_end: writes the destinations of ``export_to``; None: there are none.
-        parts_of_run: leave nothing behind when a run ends, however it ends.
+        parts_of_run: are stopped when a run ends, however it ends.
     """
 
     #: Names the state in checkpoints: the states of two calibrations in one Trainer stay apart. Lightning has a
@@ -269,12 +269,12 @@ class SessionCallback(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave nothing behind; Lightning calls no teardown after an exception or Ctrl-C."""
+        """Take all hooks off the model: Lightning calls no ``teardown`` after an exception or Ctrl-C."""
         stop_all(self.parts_of_run)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; write the destinations of ``export_to``."""
+        """Take all hooks off the model, and write the destinations of ``export_to``."""
         stop_all(self.parts_of_run)
         if self.export_at_end is not None:
             self.export_at_end.write(trainer, self.results)
@@ -295,13 +295,16 @@ def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd | No
 
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
-    """Let all parts of a run leave nothing behind."""
+    """Stop all parts of a run; called at its end, however it ends."""
     for part_of_run in parts:
         part_of_run.stop()
 
 
 def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:
-    """Load the callback's state when ``validate``, ``test`` or ``predict`` starts, where Lightning does not do it."""
+    """Load the callback's state where Lightning does not: it restores callbacks in ``fit`` only.
+
+    Called when ``validate``, ``test`` or ``predict`` starts.
+    """
     state = state_in_checkpoint(trainer, callback.state_key)
     if state:
         callback.load_state_dict(state)
