@@ -200,7 +200,7 @@ class BlockForward:
             "the model cannot be run block by block",
             where=[type(self._model).__name__],
             got=got,
-            expected="blocks that are called one after the other, and read nothing of each other but the output",
+            expected="blocks that are called one after the other, and read only the output of the block before",
             remedy=_IN_MEMORY,
         )
 

@@ -97,7 +97,7 @@ class ExpertWatch:
         self._waiting_bytes = 0
 
     def attach(self, calls: ObservedCalls, stack: ExitStack) -> None:
-        """Register the hooks on the experts; :meth:`.ObserverHooks.attach_modules` calls this before data run.
+        """Register the hooks on the experts; :meth:`.ObserverHooks.attach_modules` calls this before the data run.
 
         Args:
             calls: its ``expert_tokens`` are set to zero, and count the tokens from now on.

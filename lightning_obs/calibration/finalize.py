@@ -502,8 +502,8 @@ def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mappi
                     misfits.append(f"{target.name}.{key} {tuple(value.shape)} instead of {shape}")
     refuse(
         misfits,
-        "attention has other heads than the config says, so the checkpoint would not load",
-        remedy="one scale per tensor (kv_cache='FP8').",
+        "attention has another number of heads than the config says, so the checkpoint would not load",
+        remedy="use one scale per tensor (kv_cache='FP8').",
     )
 
 

@@ -116,8 +116,8 @@ class KeptCalls:
             return
         parameter = next(model.parameters(), None)
         call = _Call(
-            self._observation.calls.mask,
-            Autocast.of(None if parameter is None else parameter.device),
-            None if self.token_weights is None else self.token_weights.of_call,
+            mask=self._observation.calls.mask,
+            autocast=Autocast.of(None if parameter is None else parameter.device),
+            token_weights=None if self.token_weights is None else self.token_weights.of_call,
         )
         self._batches.add((args, kwargs), call)

@@ -106,7 +106,8 @@ class OutputProbe:
         classes_last = self._last_layer.classes_last(logits)
         if classes_last.shape[-1] == 1:
             return _numbered([((), logits), *beside])
-        return [ProbedTensor(0, classes_last, True), *_numbered(beside, first=1)]
+        logits_to_probe = ProbedTensor(number=0, values=classes_last, are_logits=True)
+        return [logits_to_probe, *_numbered(beside, first=1)]
 
     def run_backward(
         self,
@@ -129,7 +130,7 @@ class OutputProbe:
         if not connected:
             raise CalibrationError(
                 "weigh_tokens runs backward from the output of the model, and no gradient leads from it to a module",
-                expected="an output with floating-point tensors of a row for each sample, computed from the modules'",
+                expected="floating-point tensors with a row for each sample, computed from the outputs of modules",
                 remedy="return the predictions before they are detached, sorted or rounded, or leave out weigh_tokens.",
             )
         values = [tensor.values for tensor in connected]
@@ -218,7 +219,8 @@ def _numbered(tensors: Sequence[tuple[Path, torch.Tensor]], first: int = 0) -> l
     for path, tensor in tensors:
         number = numbers.setdefault(path, first + len(numbers))
         values = tensor.unsqueeze(-1) if tensor.ndim == 1 else tensor
-        probed.append(ProbedTensor(number, values.flatten(2) if values.ndim > 3 else values, False))
+        values = values.flatten(2) if values.ndim > 3 else values
+        probed.append(ProbedTensor(number=number, values=values, are_logits=False))
     return probed
 
 

@@ -131,7 +131,7 @@ class OutputReaders:
         if known is not None and not known.is_normalized and (known.name or "").startswith(f"{name}."):
             self.followed.add(name)
         else:
-            self.keep(_Value(name), output)
+            self.keep(_Value(name=name), output)
 
     def note_block_output(self, name: str, output: Any) -> None:
         """Record whether the output that a block returns is a sum of quantized outputs: only then is it quantized."""
@@ -192,7 +192,7 @@ class OutputReaders:
         if is_rectifier:
             [value] = values
             return value and value._replace(is_rectified=True)
-        return _Value(None) if operation in _SUMS and len(values) == 2 else None
+        return _Value(name=None) if operation in _SUMS and len(values) == 2 else None
 
     def keep(self, value: _Value, tensor: torch.Tensor) -> None:
         """Record what ``tensor`` holds, until it is freed or changed in place.

@@ -198,7 +198,7 @@ class CalibrationSession:
         if others:
             warn(
                 f"{name_list(others)}: calibrated before with another scheme, and not targeted by {self.label}, so "
-                f"both are in the model now. For one scheme alone, calibrate a model that was not calibrated before."
+                "the model has both schemes now. For one scheme alone, calibrate a model that has not been calibrated."
             )
 
     @property

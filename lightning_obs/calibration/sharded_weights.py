@@ -60,7 +60,7 @@ class ShardedWeights:
                     unreachable.append(key[0])
         refuse(
             unreachable,
-            "the weight is sharded over ranks, and the session was not told of them",
+            "the weight is sharded over ranks, and the session cannot reach them",
             remedy="CalibrationSession(..., collectives=Collectives.of_group()), on every rank.",
         )
 

@@ -105,7 +105,7 @@ def require_steps_possible(observation: Observation) -> None:
             elsewhere.append(target.name)
         if target.states or "output" in target.args:
             others.append(target.name)
-    refuse(elsewhere, f"{subject}, with its weights whole and in memory", remedy=remedy)
+    refuse(elsewhere, f"{subject}, which needs whole weights in memory", remedy=remedy)
     refuse(others, f"{subject}, and attention states and outputs are not observed there", remedy=remedy)
     containers = [] if observation.experts is None else list(observation.experts.containers)
     refuse(containers, f"{subject}, and the tokens of experts are not known there", remedy=remedy)

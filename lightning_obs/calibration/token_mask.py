@@ -195,7 +195,9 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
 
 
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Return the token mask of a batch of the DataLoader; the callbacks call this before each batch.
+    """Return the token mask of a batch of the DataLoader.
+
+    Called before each batch runs: by the callbacks, the command line and the calibration from files.
 
     Args:
         batch: of the DataLoader.

@@ -103,7 +103,7 @@ class TokenWeights:
         """Raise a CalibrationError for models with sharded or offloaded weights, or with experts."""
         sharded = [name for name, module in self.modules.items() if in_shards(module) or is_dispatched(module)]
         remedy = "leave out weigh_tokens."
-        refuse(sharded, "weigh_tokens runs the model backward, as a whole and in memory", remedy=remedy)
+        refuse(sharded, "weigh_tokens runs the model backward, which needs whole weights in memory", remedy=remedy)
         experts = self._observation.experts
         containers = [] if experts is None else list(experts.containers)
         refuse(containers, "weigh_tokens does not know the tokens of experts", remedy=remedy)
@@ -285,7 +285,7 @@ def _require_alike(model: str, rows: torch.Tensor, of_copy: torch.Tensor, *, are
             "weigh_tokens runs a copy of the model, and the copy predicts something else than the model",
             where=[model],
             got=f"predictions that differ by {float(difference):.3g}, of size {float(size):.3g}",
-            expected="a forward that its modules, their attributes and its arguments determine",
+            expected="a forward that depends on its arguments, and on modules and their attributes, alone",
             remedy="a hook that changes outputs has to be a method of one of the model's modules (other hooks are "
             "not run in the copy), and nothing may be kept in global variables; or leave out weigh_tokens.",
         )

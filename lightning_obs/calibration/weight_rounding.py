@@ -125,7 +125,7 @@ def make_roundings(
             continue
         output_hessian = getattr(data_observers.get((name, GRADIENTS)), "input_hessian", None)
         input_errors = getattr(data_observers.get((name, INPUT_ERRORS)), "input_errors", None)
-        products = GatheredProducts(hessian, output_hessian, input_errors)
+        products = GatheredProducts(hessian=hessian, output_hessian=output_hessian, input_errors=input_errors)
         roundings[key] = WeightRounding(observer.args, qparams[name], products)
     if without_inputs:
         warn(

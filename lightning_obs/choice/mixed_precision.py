@@ -131,7 +131,7 @@ def mixed_precision(
         raise CalibrationError(
             "every module is best left in full precision",
             got=f"budget {budget}",
-            remedy="a smaller budget, or no full precision among the candidates.",
+            remedy="give a smaller budget, or leave full precision out of the candidates.",
         )
     return plan.config
 
@@ -163,7 +163,7 @@ def choose_schemes(
             "no choice of schemes fits the budget",
             got=f"budget {budget}" + (f", at_most {dict(at_most)}" if at_most else ""),
             expected=f"at least {8 * measured.least / measured.weights:.4g} bits per weight, {measured.least} bytes",
-            remedy="a larger budget, or a smaller scheme among the candidates.",
+            remedy="give a larger budget, or add a smaller scheme to the candidates.",
         )
     return plan
 
@@ -218,7 +218,7 @@ def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPla
         scheme = measured.schemes.get(scheme_name, {}).get(module_name)
         modules[module_name] = scheme_name, scheme
     config = config_of(modules, measured.ignore)
-    return MixedPlan(scheme_names, loss, size, measured.weights, config)
+    return MixedPlan(schemes=scheme_names, loss=loss, size=size, weights=measured.weights, config=config)
 
 
 def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates: Sequence[str]) -> str:

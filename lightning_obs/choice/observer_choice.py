@@ -157,7 +157,11 @@ def choose_observers(
         observed_batches = all_batches
         scored_batches = list(held_out)
     if not observed_batches or not scored_batches:
-        raise CalibrationError("observers are compared on batches that they did not observe", got="too few batches")
+        raise CalibrationError(
+            "observers are compared on batches that they did not observe",
+            got="too few batches",
+            expected="at least two, or held_out",
+        )
     schemes: dict[str, Any] = {}
     for base_name, specs in candidates_by_base.items():
         for label, spec in specs.items():
@@ -202,7 +206,7 @@ def _choose(
                 spec = candidates[base_name][label]
                 observers[module_name][base_name] = dict(spec)
     chosen_config = _config_with(labels, measured, config)
-    return ObserverChoice(chosen_config, observers, losses, loss_of_choice)
+    return ObserverChoice(config=chosen_config, observers=observers, losses=losses, chosen=loss_of_choice)
 
 
 def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, float]:

@@ -238,7 +238,7 @@ def _sessions(
         CalibrationError: weights are in shards; a candidate does not fit the model; the engines refuse all candidates.
     """
     with_shards = [name for name, module in model.named_modules() if in_shards(module)]
-    refuse(with_shards, "sensitivities need whole weights")
+    refuse(with_shards, "sensitivity needs whole weights, and these modules are sharded")
     sessions: dict[str, CalibrationSession] = {}
     for name, scheme in schemes.items():
         if scheme is None:
@@ -490,4 +490,4 @@ def _group(
                 if key != "bias":
                     sizes[scheme] += value.nbytes
     losses_of_group = {scheme: losses.get((scheme, names), 0.0) for scheme in sizes}
-    return Group(names, number, losses_of_group, sizes)
+    return Group(names=names, weights=number, losses=losses_of_group, sizes=sizes)

@@ -219,7 +219,7 @@ def linearize_experts(model: nn.Module) -> list[str]:
     projections = hub_names(model)
     for name, module in fused_experts(model).items():
         if not name:
-            raise CalibrationError("the model is itself the experts", remedy="wrap it in a module.")
+            raise CalibrationError("the model itself is the module of stacked experts", remedy="wrap it in a module.")
         _require_known_layout(name, module)
         _require_plain_parameters(name, module)
         experts = _build(module, projections[name])

@@ -282,7 +282,7 @@ def test_modules_that_keep_another_scheme_are_named():
     with CalibrationSession(model, "W8A8", targets=["1"]):  # the same scheme: module by module, on purpose
         pass
     expected = (
-        "^0: calibrated before with another scheme, and not targeted by FP8_DYNAMIC, so both are in the model now"
+        "^0: calibrated before with another scheme, and not targeted by FP8_DYNAMIC, so the model has both schemes now"
     )
     with pytest.warns(CalibrationWarning, match=expected), CalibrationSession(model, "FP8_DYNAMIC", targets=["1"]):
         pass

@@ -207,7 +207,7 @@ def on_session_without_collectives(rank):
 
 def test_a_session_that_was_not_told_of_the_ranks_refuses_sharded_weights():
     for error in run_ranks(on_session_without_collectives, 2):
-        assert "the weight is sharded over ranks, and the session was not told of them: odd" in error
+        assert "the weight is sharded over ranks, and the session cannot reach them: odd" in error
 
 
 def on_failing(rank, observer):

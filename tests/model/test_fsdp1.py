@@ -163,7 +163,7 @@ def on_refused(rank, how):
 @pytest.mark.parametrize(
     ("how", "text"),
     [
-        ("not told of the ranks", "the weight is sharded over ranks, and the session was not told of them"),
+        ("not told of the ranks", "the weight is sharded over ranks, and the session cannot reach them"),
         ("without its wrapper", "these parameters are sharded by a wrapper of FSDP1 that is not in the model: embed"),
         ("tied", "shares its weight with embed (tied); quantizing it would quantize both or untie them: last."),
     ],

@@ -144,7 +144,7 @@ def test_experts_under_two_names_stay_one():
 
 
 def test_experts_alone_are_refused():
-    with pytest.raises(CalibrationError, match=r"the model is itself the experts\. Remedy: wrap it"):
+    with pytest.raises(CalibrationError, match=r"the model itself is the module of stacked experts\. Remedy: wrap it"):
         linearize_experts(StackedExperts())
 
 
