@@ -91,12 +91,14 @@ class Row:
         data: time of the calibration batches, and over the time of the same batches without calibration.
         search: seconds of ranges and rounding; with the data where they are not told apart.
         memory: peak [MB].
+        fit: what the run says of weights that are fitted to data.
     """
 
     losses: Losses
     data: str
     search: float
     memory: float
+    fit: str = ""
 
     def cells(self) -> list[str]:
         cells = []
@@ -117,6 +119,7 @@ def main() -> int:
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="without a name all whose package is installed")
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
     parser.add_argument("--batches", type=int, help="to calibrate: 16 of 512 tokens, or for an encoder 4 of 16 texts")
+    parser.add_argument("--batch-size", type=int, default=16, help="texts of an encoder's batch")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens, of each text to measure it on")
     parser.add_argument("--path", help="text to calibrate a causal model on: file or folder")
     parser.add_argument("--device", default="cpu", help="that runs the model, ours and theirs: cpu or cuda")
@@ -134,6 +137,7 @@ def main() -> int:
     print_row(columns)
     print_row(["---"] * len(columns))
     missed = 0
+    fits: dict[str, str] = {}
     for written, measure in _measurements(options, subject, scheme):
         try:
             row = measure()
@@ -141,7 +145,12 @@ def main() -> int:
             print_row([f"`{written}`", f"not measured: {error}"])
             continue
         print_row([f"`{written}`", *row.cells()])
+        if row.fit:
+            fits[written] = row.fit
         missed += is_goal and row.losses[SAME_KIND][0].mean > MOST.get(written, math.inf)
+    print()
+    for written, fit in fits.items():
+        print(f"{written}: {fit}")
     return int(missed > 0)
 
 
@@ -155,7 +164,7 @@ def _subject(options: argparse.Namespace) -> Encoder | Language:
     if folder is not None:
         architectures = AutoConfig.from_pretrained(folder).architectures
         if not any("CausalLM" in name for name in architectures):
-            return Encoder(folder, options.device, **batches)
+            return Encoder(folder, options.device, batch_size=options.batch_size, **batches)
     return Language(folder, options.device, **batches, eval_batches=options.eval_batches, path=options.path)
 
 
@@ -190,7 +199,8 @@ def ours(subject: Encoder | Language, scheme: Any, written: str) -> Row:
     with quantized(subject.model):
         losses = subject.measure(subject.model)
     time_of_data = f"{data:.0f} ({data / subject.plain:.2f}x)" if session.needs_data else ""
-    return Row(losses, time_of_data, search, peak[0])
+    assert session.result is not None
+    return Row(losses, time_of_data, search, peak[0], session.result.facts().get("fit", ""))
 
 
 def block_by_block(subject: Language, scheme: Any, runs: BlockRuns, written: str) -> Row:

@@ -19,7 +19,7 @@ from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.numerics.divergence import compare
 
 Batch: TypeAlias = dict[str, torch.Tensor]
-BATCH_SIZE, MOST_TOKENS = 16, 128
+MOST_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -53,18 +53,20 @@ class Encoder:
     Args:
         folder: of the model.
         device: that runs it.
-        batches: to calibrate on, of 16 paragraphs.
+        batches: to calibrate on, of ``batch_size`` paragraphs.
+        batch_size: paragraphs of a batch.
     """
 
     columns = ("1 - cosine",)
     ignore: tuple[str, ...] = ("re:.*pooler.*",)
     pipeline, token_mask = "basic", "attention_mask"
 
-    def __init__(self, folder: Path, device: str, batches: int = 4) -> None:
+    def __init__(self, folder: Path, device: str, batches: int = 4, batch_size: int = 16) -> None:
         self.device = device
+        self._batch_size = batch_size
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-        texts = SentenceTexts(self.tokenizer, BATCH_SIZE * batches)
+        texts = SentenceTexts(self.tokenizer, batch_size * batches)
         self._calibration = texts.calibration
         self.held_out = texts.held_out
         self._expected = {name: self._embed(self.model, texts) for name, texts in self.held_out.items()}
@@ -89,8 +91,9 @@ class Encoder:
 
     def _tokenized(self, texts: list[str]) -> list[Batch]:
         options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": MOST_TOKENS}
-        starts = range(0, len(texts), BATCH_SIZE)
-        return [dict(self.tokenizer(texts[start : start + BATCH_SIZE], **options)) for start in starts]
+        size = self._batch_size
+        starts = range(0, len(texts), size)
+        return [dict(self.tokenizer(texts[start : start + size], **options)) for start in starts]
 
     @torch.no_grad()
     def _embed(self, model: nn.Module, texts: list[str]) -> torch.Tensor:

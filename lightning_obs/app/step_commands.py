@@ -160,6 +160,7 @@ _CHANGES = {
     "measure": _Change(["evaluate=true"]),
     "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
     "rounding": _Change(["recipe=accurate"], groups=["weight_observer", "rounding", "recipe"]),
+    "without_data": _Change(["recipe=fast"], groups=["weight_observer", "rounding", "recipe"]),
     "fine_tune": _Change(["task=finetune"], groups=["task"], keys=["budget"]),
     "untrained": _Change(["task=calibrate"], groups=["task"], keys=["data.train_batches"]),
 }

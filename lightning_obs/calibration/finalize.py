@@ -21,6 +21,8 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.expert_tokens import borrow_ranges
+from lightning_obs.calibration.fit_errors import FitErrors, judge_fit
+from lightning_obs.calibration.hold_out import of_hold_out
 from lightning_obs.calibration.observation import CalibrationResult, Observation, PlanSummary
 from lightning_obs.calibration.quantized_outputs import qparams_from_zero, ranges_of_sources, settle_outputs
 from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
@@ -87,6 +89,7 @@ class _Finalization:
         self.skipped = observation.skipped
         #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
         self.qparams: dict[str, dict[str, torch.Tensor]] = {}
+        self.fit_errors: dict[str, FitErrors] = {}
 
     def run(self) -> CalibrationResult:
         """Run all steps; :func:`finalize` calls this once."""
@@ -98,6 +101,7 @@ class _Finalization:
         searched = self._observe_weights(search, synced)
         self._compute_and_check(activation_qparams)
         self._round_weights(search, searched, synced)
+        self._share_fit_errors()
         self._write()
         return self._agree_on_result(synced)
 
@@ -147,7 +151,7 @@ class _Finalization:
                 _bring_to_host(observation.data_observers)  # several ranks reduce them on the accelerator
         is_due = self.activations and observation.unreached is None
         synced = sync_statistics(
-            observation.data_observers if is_due else {},
+            observation.data_observers | self._judging if is_due else {},
             observation.collectives,
             weights=search.sizes,
             failure=self.stretch.failure,
@@ -174,7 +178,7 @@ class _Finalization:
             readers = observation.calls.readers
             begin_at_zero: set[str] = set()
             if observation.unreached is None:
-                observation.unreached = synced.unreached
+                observation.unreached = [key for key in synced.unreached if not of_hold_out(key)]
             if readers is not None:
                 readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
                 begin_at_zero = settle_outputs(observation, readers)
@@ -208,6 +212,7 @@ class _Finalization:
                 observe_without_inputs(observer, weight)
             else:
                 observer(weight)
+            self._judge_fit(key[0], weight)
 
         self.collectives += search.observe(searched, synced.owners, observe, self.stretch)
         return searched
@@ -286,6 +291,44 @@ class _Finalization:
             for (name, _), rounding in roundings.items():
                 self.qparams[name][ROUNDED] = rounding.rounded
 
+    @property
+    def _judging(self) -> dict[Key, Observer]:
+        """The observers that judge the fit of modules, to be reduced over ranks; of one rank nothing is."""
+        judging: dict[Key, Observer] = {}
+        if self.observation.collectives.size == 1:
+            return judging
+        for hold_out in self.observation.hold_outs.values():
+            judging |= hold_out.by_key
+        return judging
+
+    def _observers_of(self, module_name: str) -> dict[str, Observer]:
+        """The observers of a module, by base name."""
+        observers = self.observation.observers | self.observation.data_observers
+        return {base: observer for (name, base), observer in observers.items() if name == module_name}
+
+    def _judge_fit(self, module_name: str, weight: torch.Tensor) -> None:
+        """Estimate the errors of a fitted weight on batches that were kept out, on the rank that has observed it."""
+        hold_out = self.observation.hold_outs.get(module_name)
+        if hold_out is None or hold_out.sketches is None or not self.activations:
+            return
+        hold_out.subtract_from(self._observers_of(module_name))
+        errors = judge_fit(hold_out, weight)
+        if errors is not None:
+            self.fit_errors[module_name] = errors
+
+    def _share_fit_errors(self) -> None:
+        """Give every rank the estimates of all, and forget what they took: data are observed once."""
+        hold_outs = self.observation.hold_outs
+        if not (self.weights and self.activations and hold_outs):
+            return
+        if self.observation.collectives.size > 1:
+            for errors in self.observation.collectives.gather_object(self.fit_errors):
+                self.fit_errors |= errors
+            self.collectives += 1
+        with self.stretch:
+            for hold_out in hold_outs.values():
+                hold_out.reset()
+
     def _write(self) -> None:
         """Write the qparams to the modules, and with them the checksums of the weights to which they belong."""
         with self.stretch:
@@ -308,6 +351,8 @@ class _Finalization:
             result.input_ranges = _observed_ranges(observation.data_observers)
             result.chosen_input_ranges = _chosen_ranges(observation.observers)
             result.grids = _grids(observation.observers)
+            result.is_fitted = result.is_fitted and self.activations
+            result.fit_errors = self.fit_errors
             result.skipped = sorted(self.skipped)
             result.expert_tokens = _add_counts([expert_tokens for expert_tokens, _ in synced.notes])
             result.fallback = sorted({name for name, _ in self.stand_ins})
@@ -347,6 +392,7 @@ def result_of(observation: Observation, skipped: Collection[str] = ()) -> Calibr
         scheme=observation.options.label,
         modules=[target.name for target in observation.plan.targets],
         observers=len(observation.observers),
+        is_fitted=observation.is_fitted,
         ranks=observation.collectives.size,
         plan=plan,
     )

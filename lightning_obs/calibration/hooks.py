@@ -25,8 +25,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lightning_obs.calibration.base_names import HESSIAN, RANGE
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.observation import HESSIAN, RANGE, Observation, fused_sets_by_module
+from lightning_obs.calibration.hold_out import HoldOut, Place
+from lightning_obs.calibration.observation import Observation, fused_sets_by_module
 from lightning_obs.calibration.token_mask import PADDING, Layout, TokenSelection, require_mask
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
@@ -139,7 +141,8 @@ class ObserverHooks:
         weight_observers = self._observers_of(target, ["weight", HESSIAN])
         if not input_observers and not weight_observers:
             return
-        observe = _ActivationHook(shared, target, input_observers, weight_observers)
+        hold_out = self._observation.hold_outs.get(target.name)
+        observe = _ActivationHook(shared, target, input_observers, weight_observers, hold_out)
 
         def observe_arguments(_: nn.Module, args: Any, kwargs: Any) -> None:
             observe((*args, *kwargs.values()))
@@ -190,6 +193,7 @@ class _SharedByHooks:
         experts: the model's experts; None: the model has none.
         fused_sets: by module name, the names of the modules of its fused set; without modules that are in no set.
         token_weights: how much each token counts in the observation of weights; None: all tokens count alike.
+        collectives: of the observation; they tell which rank this is.
     """
 
     def __init__(self, observation: Observation, token_weights: TokenWeights | None) -> None:
@@ -198,6 +202,7 @@ class _SharedByHooks:
         self._model = observation.model
         self.fused_sets = fused_sets_by_module(observation.plan)
         self.token_weights = token_weights
+        self.collectives = observation.collectives
 
     @cached_property
     def selection(self) -> TokenSelection:
@@ -215,6 +220,7 @@ class _ActivationHook:
         target: the module.
         observers: of the activation.
         weight_observers: of the module's weight, which gather statistics of the module's inputs.
+        hold_out: judges the fit of the module's weight; None: the fit is not judged.
     """
 
     def __init__(
@@ -223,6 +229,7 @@ class _ActivationHook:
         target: PlannedModule,
         observers: Sequence[Observer],
         weight_observers: Sequence[Observer] = (),
+        hold_out: HoldOut | None = None,
     ) -> None:
         self._shared = shared
         self._calls = shared.calls
@@ -233,6 +240,7 @@ class _ActivationHook:
         self._target = target
         self._observers = observers
         self._weight_observers = weight_observers
+        self._hold_out = hold_out
         #: equal for all modules of a fused set, which read one tensor
         self._reader: Hashable = shared.fused_sets.get(target.name, target.name)
         token_weights = shared.token_weights
@@ -312,6 +320,8 @@ class _ActivationHook:
             tokens = self._weighed_tokens(tensor, self._token_weights)
         for observer in self._weight_observers:
             observe_inputs_shared(observer, tokens, measured)
+        if self._hold_out is not None:
+            self._hold_out.observe(tokens, measured, Place.of(self._calls, self._shared.collectives))
 
     def _tokens_that_count(self, tokens: torch.Tensor, mask: torch.Tensor, layout: Layout) -> torch.Tensor:
         """The rows of an activation that the mask keeps, selected once for all modules that read the same tensor."""

@@ -18,8 +18,11 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
+from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE
 from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.calibration.fit_errors import FitErrors, fit_text
 from lightning_obs.calibration.fitted_recipe import fitted_options
+from lightning_obs.calibration.hold_out import HoldOut, is_fitted, judged_targets
 from lightning_obs.calibration.input_errors import InputErrors
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
@@ -44,16 +47,6 @@ from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import make_observer, rounds_on_quantized_inputs
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs, shares_text
 
-#: base names of helper observers, which gather a statistic that the observer of the plan does not keep:
-#: the input's smallest and largest value, for the report
-RANGE = "input range"
-#: the Hessian of a module's inputs, by which its weight is rounded
-HESSIAN = "weight by its inputs"
-#: the products of the gradients at a module's outputs, by which the rows of its weight are rounded together
-GRADIENTS = "weight by the gradients at its outputs"
-#: how a module's inputs differ once the modules before it are quantized, which the rounding of its weight makes up for
-INPUT_ERRORS = "weight by the errors of its inputs"
-
 
 @dataclass
 class Observation:
@@ -66,11 +59,13 @@ class Observation:
         engines: by engine's name, its verdict on the checkpoint that the calibration will give.
         observers: the observers of the plan, by module name and base name.
         data_observers: the observers that data reach: those of the plan that need data, and helper observers.
+        hold_outs: by module name, the observers that judge its fit; a few modules have them.
         experts: the model's experts; None: it has none.
         inseparable: groups of names of modules that are quantized together or not at all.
         collectives: how this rank communicates with the other ranks.
         calls: the record of the calls of the model so far.
         progress: called with each weight that this rank has searched.
+        judges_fit: whether the fit of weights to data is judged.
         is_fitting: whether an error would end a training; modules that no data reached are then left in float.
         unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.
         lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
@@ -84,11 +79,13 @@ class Observation:
     engines: Mapping[str, Verdict]
     observers: dict[Key, Observer]
     data_observers: dict[Key, Observer]
+    hold_outs: dict[str, HoldOut]
     experts: ExpertWatch | None
     inseparable: list[list[str]]
     collectives: Collectives = field(default_factory=Collectives)
     calls: ObservedCalls = field(default_factory=ObservedCalls)
     progress: Progress | None = None
+    judges_fit: bool = True
     is_fitting: bool = False
     unreached: list[Key] | None = None
     lacks_data: bool = False
@@ -134,7 +131,19 @@ class Observation:
         calls = ObservedCalls()
         if any("output" in target.args for target in plan.targets):
             calls.readers = OutputReaders()
-        return cls(model, options, plan, engines, observers, data_observers, experts, inseparable, collectives, calls)
+        return cls(
+            model=model,
+            options=options,
+            plan=plan,
+            engines=engines,
+            observers=observers,
+            data_observers=data_observers,
+            hold_outs=_make_hold_outs(plan, observers),
+            experts=experts,
+            inseparable=inseparable,
+            collectives=collectives,
+            calls=calls,
+        )
 
     @property
     def needs_data(self) -> bool:
@@ -151,6 +160,21 @@ class Observation:
         Then the session keeps the calls of the model in place of observing them.
         """
         return rounds_on_quantized_inputs(self.plan.config)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether any weight is fitted to data, and that is judged."""
+        return self.judges_fit and any(
+            base == "weight" and is_fitted(observer) for (_, base), observer in self.observers.items()
+        )
+
+    @property
+    def all_observers(self) -> list[Observer]:
+        """The observers of the plan, helper observers, and those that judge the fit."""
+        observers = list((self.observers | self.data_observers).values())
+        for hold_out in self.hold_outs.values():
+            observers += hold_out.observers.values()
+        return observers
 
     @property
     def weighed_modules(self) -> list[str]:
@@ -183,7 +207,7 @@ class Observation:
         """Forget all statistics and counts; a session calls this when it attaches anew."""
         self.calls.batches = 0
         self.calls.measurements = 0
-        for observer in (self.observers | self.data_observers).values():
+        for observer in self.all_observers:
             observer.reset()
 
     def drop_outputs(self, followed: Collection[str]) -> None:
@@ -217,6 +241,7 @@ class Observation:
             plan=replace(self.plan, targets=targets, fused=fused),
             observers=_of_modules(self.observers, module_names),
             data_observers=_of_modules(self.data_observers, module_names),
+            hold_outs={name: hold_out for name, hold_out in self.hold_outs.items() if name in module_names},
             calls=replace(self.calls, expert_tokens=expert_tokens),
             progress=progress,
         )
@@ -261,7 +286,7 @@ def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Ob
                 continue
             if base_name == "input" and not observer.keeps_extremes:
                 helpers[target.name, RANGE] = StaticMinMaxObserver("input", QuantizationArgs())
-            elif observer.rounding is not None:
+            else:
                 helpers |= _rounding_helpers(target, observer)
     return helpers
 
@@ -269,6 +294,8 @@ def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Ob
 def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Observer]:
     """Make the helpers that gather what the rounding of a weight needs and its ``observer`` does not gather."""
     helpers: dict[Key, Observer] = {}
+    if observer.rounding is None:
+        return helpers
     weighs_tokens = getattr(observer, "weigh_tokens", False)
     if not isinstance(observer, HessianObserver):
         helpers[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs_tokens)
@@ -276,9 +303,20 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
     outputs = 0 if shape is None else shape[0]
     if weighs_tokens and outputs <= MOST_OUTPUTS:
         helpers[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
-    if observer.rounding is not None and observer.rounding.correction:
+    if observer.rounding.correction:
         helpers[target.name, INPUT_ERRORS] = InputErrors("weight", QuantizationArgs())
     return helpers
+
+
+def _make_hold_outs(plan: Plan, observers: Mapping[Key, Observer]) -> dict[str, HoldOut]:
+    """Observers that judge the fit of a few modules, whose own observers they leave alone."""
+    hold_outs: dict[str, HoldOut] = {}
+    for target in judged_targets(plan.targets, observers):
+        observer = make_observer("weight", target.args["weight"])
+        observer.qparams_dtype = observers[target.name, "weight"].qparams_dtype
+        helpers = {base: helper for (_, base), helper in _rounding_helpers(target, observer).items()}
+        hold_outs[target.name] = HoldOut(target, observer, helpers)
+    return hold_outs
 
 
 def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
@@ -340,7 +378,16 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 
 
 #: the fields of a result that grow part by part
-ADDED = ("skipped", "fallback", "collectives", "input_ranges", "chosen_input_ranges", "expert_tokens", "grids")
+ADDED = (
+    "skipped",
+    "fallback",
+    "collectives",
+    "input_ranges",
+    "chosen_input_ranges",
+    "expert_tokens",
+    "grids",
+    "fit_errors",
+)
 #: facts that are counts, with the noun in the singular
 _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
 
@@ -386,6 +433,10 @@ class CalibrationResult:
             other experts (``on_missing="siblings"``).
         grids: how much of each weight lies on a grid, by the name of its module, where the observer ``lattice`` looked
             for one: the shares of its scales that give a grid, and that store their values bit for bit.
+        is_fitted: whether weights are fitted to data, by their observers or by rounding, and that was to be judged.
+        fit_errors: by module, of a few of those that are fitted, how large the errors of its outputs are if it is
+            fitted without every fourth batch: :data:`~lightning_obs.calibration.fit_errors.FitErrors`. Empty: no batch
+            was kept out.
         plan: what was known of the quantized model before the data.
         ranks: how many ranks took part.
         collectives: how many collectives reduced their statistics.
@@ -404,6 +455,8 @@ class CalibrationResult:
     expert_tokens: dict[str, list[int]] = field(default_factory=dict)
     fallback: list[str] = field(default_factory=list)
     grids: dict[str, GridShares] = field(default_factory=dict)
+    is_fitted: bool = False
+    fit_errors: dict[str, FitErrors] = field(default_factory=dict)
     plan: PlanSummary = field(default_factory=PlanSummary)
     ranks: int = 1
     collectives: int = 0
@@ -434,6 +487,8 @@ class CalibrationResult:
             facts["left in float"] = shares_text(self.plan.in_float)
         if self.grids:
             facts["grids"] = grid_text(self.grids)
+        if self.is_fitted:
+            facts["fit"] = fit_text(self.fit_errors, self.batches * self.ranks)
         return facts
 
     def line(self, between: str) -> str:
@@ -456,6 +511,8 @@ class CalibrationResult:
             texts.append(f"left in float: {facts['left in float']}")
         if "grids" in facts:
             texts.append(facts["grids"])
+        if "fit" in facts:
+            texts.append(f"fit: {facts['fit']}")
         return between.join(texts)
 
     def __repr__(self) -> str:

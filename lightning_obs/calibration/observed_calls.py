@@ -22,6 +22,7 @@ class ObservedCalls:
 
     Attributes:
         batches: how many batches (usually calls of the model) were observed.
+        number: of the present batch, from 0, where batches run again; None: it is the last of ``batches``.
         measurements: how often the statistics of an activation were computed; modules that read one tensor share them.
         is_paused: whether hooks ignore the calls of the model, although they are attached.
         mask: the mask of the present call, on the CPU, nonzero for the tokens ``(batch, tokens)`` or samples
@@ -33,12 +34,18 @@ class ObservedCalls:
     """
 
     batches: int = 0
+    number: int | None = None
     measurements: int = 0
     is_paused: bool = False
     mask: torch.Tensor | None = None
     expert_tokens: dict[str, list[Any]] = field(default_factory=dict)
     cache: ReadCache = field(default_factory=ReadCache)
     readers: OutputReaders | None = None
+
+    @property
+    def present_number(self) -> int:
+        """The number of the present batch of this rank, from 0; -1 where calls are not counted."""
+        return self.batches - 1 if self.number is None else self.number
 
     def paused(self) -> AbstractContextManager[None]:
         """A context manager in which hooks ignore the calls of the model."""

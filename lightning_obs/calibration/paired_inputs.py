@@ -7,7 +7,7 @@ modules quantized. The n-th call of a module in one run belongs to its n-th call
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_obs.calibration.hold_out import HoldOut, Place
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
@@ -24,6 +25,7 @@ from lightning_obs.model.kinds import is_transformers_model, tokens_of
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.observers import Observer
 from lightning_obs.observers.observer import observe_inputs_shared
+from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.planned_modules import PlannedModule
 
 
@@ -38,6 +40,8 @@ class PairedInputs:
         observers: the planned modules of the step, each with its :class:`.InputErrors`.
         calls: has the mask of the present batch.
         token_weights: has the weights of its tokens; None: all count alike.
+        hold_outs: by module name, what judges its fit.
+        collectives: of this rank.
     """
 
     def __init__(
@@ -45,11 +49,15 @@ class PairedInputs:
         model: nn.Module,
         observers: Sequence[tuple[PlannedModule, Observer]],
         calls: ObservedCalls,
-        token_weights: TokenWeights | None = None,
+        token_weights: TokenWeights | None,
+        hold_outs: Mapping[str, HoldOut],
+        collectives: Collectives,
     ) -> None:
         self._observers = observers
         self._calls = calls
         self._token_weights = token_weights
+        self._hold_outs = hold_outs
+        self._collectives = collectives
         self._selection = TokenSelection(batch_first=is_transformers_model(model))
         #: by module name, copies of its inputs in the full-precision run, one for each call
         self._exact: dict[str, list[torch.Tensor]] = {}
@@ -115,6 +123,9 @@ class PairedInputs:
             pair = [self._tokens(target, each, weights, call) for each in (exact, value.detach())]
             self._measured = {"pair": torch.stack(pair)}
         observe_inputs_shared(observer, self._measured["pair"], self._measured)
+        hold_out = self._hold_outs.get(target.name)
+        if hold_out is not None:
+            hold_out.observe_pair(self._measured["pair"], self._measured, Place.of(self._calls, self._collectives))
 
     def _is_new(self, value: torch.Tensor, reader: Hashable) -> bool:
         """Whether a tensor differs from the last one that was read: in object, version or key of token weights."""

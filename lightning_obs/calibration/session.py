@@ -22,6 +22,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
+from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.kept_calls import KeptCalls
 from lightning_obs.calibration.observation import CalibrationResult, Observation
@@ -171,6 +172,11 @@ class CalibrationSession:
         """
         self.observation.progress = progress
 
+    def judge_no_fit(self) -> None:
+        """Do not judge whether weights fit other data, where candidates are tried, or weights are trained."""
+        self.observation.judges_fit = False
+        self.observation.hold_outs.clear()
+
     # ------------------------------------------------------------------ attach and detach
 
     def __enter__(self) -> CalibrationSession:
@@ -297,6 +303,10 @@ class CalibrationSession:
             self.observation.calls.batches = after
         self.observation.calls.batches += number
 
+    def number_batch(self, number: int | None) -> None:
+        """Say which batch of this rank runs next, from 0, where batches run again; None: batches are counted."""
+        self.observation.calls.number = number
+
     # ------------------------------------------------------------------ finish
 
     def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
@@ -328,6 +338,7 @@ class CalibrationSession:
         if activations:
             self._observing_since = None
         warn_of_borrowed_ranges(result)
+        warn_of_fit(result.fit_errors)
         if self.batches and not self.needs_data:
             warn(
                 f"{self.label} needs no data (its activations are dynamic or in full precision): "

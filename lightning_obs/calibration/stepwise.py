@@ -27,10 +27,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lightning_obs.calibration.base_names import INPUT_ERRORS
 from lightning_obs.calibration.blocks import BlockForward, RunEnded, copied
 from lightning_obs.calibration.finalize import finalize, result_of
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.observation import INPUT_ERRORS, CalibrationResult, Observation
+from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.calibration.total_progress import TotalProgress
@@ -264,6 +265,7 @@ class StepwiseCalibration:
         pairs = self._pairs_of(part)
         for index in range(len(self._batches)):
             part.calls.mask = self._batches.mask(index)
+            part.calls.number = index
             part.calls.cache.forget()
             if pairs is not None:
                 with ExitStack() as stack:
@@ -279,6 +281,7 @@ class StepwiseCalibration:
             if pairs is not None:
                 pairs.forget()
         part.calls.mask = None
+        part.calls.number = None
         part.calls.cache.forget()
 
     def _pairs_of(self, part: Observation) -> PairedInputs | None:
@@ -291,7 +294,16 @@ class StepwiseCalibration:
             observer = part.data_observers.get((target.name, INPUT_ERRORS))
             if observer is not None:
                 observers.append((target, observer))
-        return PairedInputs(part.model, observers, part.calls, self._token_weights) if observers else None
+        if not observers:
+            return None
+        return PairedInputs(
+            part.model,
+            observers,
+            part.calls,
+            self._token_weights,
+            part.hold_outs,
+            part.collectives,
+        )
 
     def _finalize(self, names: list[str]) -> None:
         """Compute and write the qparams of some modules, let them run quantized, and reset their weights' observers."""
@@ -311,7 +323,7 @@ class StepwiseCalibration:
             target = self._unfinished.pop(name)
             if get_scheme(target.module) is not None:
                 self._finished[target.module] = WeightCache()
-        for observer in (part.observers | part.data_observers).values():
+        for observer in part.all_observers:
             if observer.base_name == "weight":
                 observer.reset()
 

@@ -23,7 +23,7 @@ Reference:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,7 +31,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from lightning_obs.calibration.observation import GRADIENTS, Observation, fused_sets_by_module
+from lightning_obs.calibration.base_names import GRADIENTS
+from lightning_obs.calibration.hold_out import Place
+from lightning_obs.calibration.observation import Observation, fused_sets_by_module
 from lightning_obs.calibration.output_probe import OutputProbe, rows_that_count
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.forward.calls import first_input
@@ -169,7 +171,7 @@ class TokenWeights:
     def _gradient_hook(self, name: str) -> Callable[..., torch.Tensor]:
         """Make a forward hook for the copy of a module: it takes in the gradient at the output in backward."""
         weights = self._weights.setdefault(self.reader_of(name), {})
-        output_observer = self._observation.data_observers.get((name, GRADIENTS))
+        output_observers = self._output_observers(name)
         calls = 0
 
         def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
@@ -177,13 +179,26 @@ class TokenWeights:
             value = first_input(args, kwargs)
             assert value is not None
             token_lengths = None
-            if output_observer is not None:
+            if output_observers:
                 token_lengths = value.detach().float().norm(dim=-1, keepdim=True)
-            take_gradient = partial(_take_gradient, weights, calls, output_observer, token_lengths)
+            take_gradient = partial(_take_gradient, weights, calls, output_observers, token_lengths)
             calls += 1
             return tapped(output, take_gradient)
 
         return hook
+
+    def _output_observers(self, name: str) -> list[Observer]:
+        """The observers of the gradients at a module's outputs in the present batch."""
+        observers = []
+        observer = self._observation.data_observers.get((name, GRADIENTS))
+        if observer is not None:
+            observers.append(observer)
+        hold_out = self._observation.hold_outs.get(name)
+        if hold_out is not None:
+            observer = hold_out.gradient_observer(Place.of(self._calls, self._observation.collectives))
+            if observer is not None:
+                observers.append(observer)
+        return observers
 
     def reader_of(self, name: str) -> Hashable:
         """The key of a module in ``_weights``: its fused set, or its name if it is in none."""
@@ -294,7 +309,7 @@ def _require_alike(model: str, rows: torch.Tensor, of_copy: torch.Tensor, *, are
 def _take_gradient(
     weights: dict[int, torch.Tensor],
     call: int,
-    output_observer: Observer | None,
+    output_observers: Sequence[Observer],
     token_lengths: torch.Tensor | None,
     gradient: torch.Tensor,
 ) -> None:
@@ -303,10 +318,12 @@ def _take_gradient(
     Args:
         weights: by number of the call, the token weights, to which the squared gradient is added.
         call: the number of the call.
-        output_observer: gathers ``sum |x|^2 g g^T``; None: the rows of the weight are rounded one by one.
-        token_lengths: ``|x|`` of the call's input, ``(..., 1)``; given with ``output_observer``.
+        output_observers: gather ``sum |x|^2 g g^T``; none: the rows of the weight are rounded one by one.
+        token_lengths: ``|x|`` of the call's input, ``(..., 1)``; given with ``output_observers``.
         gradient: ``(..., R)``.
     """
     weights[call] = weights.get(call, 0) + gradient.float().square().sum(-1)
-    if output_observer is not None and token_lengths is not None:
-        output_observer.observe_inputs(gradient.float() * token_lengths)
+    if token_lengths is None:
+        return
+    for observer in output_observers:
+        observer.observe_inputs(gradient.float() * token_lengths)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from lightning_obs.calibration.observation import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE, Observation
+from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.errors import CalibrationError, key_text, name_list, refuse, warn
 from lightning_obs.numerics.qparams import ATTENTION
 from lightning_obs.observers import Key

@@ -15,7 +15,7 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
-from lightning_obs.calibration.observation import GRADIENTS, HESSIAN, INPUT_ERRORS
+from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN, INPUT_ERRORS
 from lightning_obs.errors import name_list, warn
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
 from lightning_obs.numerics.rounding_options import RoundingOptions

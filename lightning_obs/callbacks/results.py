@@ -283,7 +283,7 @@ class Results:
         run has shown. After fine-tuning, no step that measures, chooses or trains is proposed.
         """
         session = self.trainer_session.require_calibrated()
-        if step.name in ("leave_out", "token_scales", "rounding"):
+        if step.name in ("leave_out", "token_scales", "rounding", "without_data"):
             return takes_options(session, step.changes)
         if step.name in ("export", "serve", "load", "budget", "untrained"):
             return True

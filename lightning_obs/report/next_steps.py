@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lightning_obs.calibration.fit_errors import fit_changes, loses
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.files.read import read_json
 from lightning_obs.report.cause import LayerLoss, input_share, percent, total_loss, weight_share
@@ -123,7 +124,7 @@ def _remedies(run: _Run) -> list[Step]:
     cheapest_first = [*_leave_out(run), *_budget(run), *_token_scales(run), *_observers(run), *_rounding(run)]
     steps = [step for step in cheapest_first if step.share >= _WORTH]
     steps.sort(key=lambda step: -round(step.share, 2))
-    return [*_untrained(run), *steps, *_fine_tune(run)]
+    return [*_untrained(run), *_without_data(run), *steps, *_fine_tune(run)]
 
 
 def _leave_out(run: _Run) -> Iterator[Step]:
@@ -204,10 +205,8 @@ def _rounding(run: _Run) -> Iterator[Step]:
         or has_rounding(report.options.config)
     ):
         return
-    for group in report.options.config.config_groups.values():
-        weights = group.weights
-        if weights is None or weights.type != "int" or weights.num_bits >= 8:
-            return
+    if not _has_narrow_integers(report.options):
+        return
     observers = _plain_observers(report.options)
     observers.pop("weight", None)
     changes: dict[str, Any] = {"observers": observers or None, "recipe": "accurate"}
@@ -215,6 +214,32 @@ def _rounding(run: _Run) -> Iterator[Step]:
     title = "Round the weights by what their inputs need"
     python = _calibration(report, **changes)
     yield Step("rounding", title, reason, python, changes, run.weight_share)
+
+
+def _without_data(run: _Run) -> Iterator[Step]:
+    """Weights that are not fitted to data, where fitting them loses on batches that were kept out."""
+    report = run.report
+    result = report.result
+    if report.options is None or result is None or not loses(result.fit_errors):
+        return
+    if report.quality.was_trained or not _has_narrow_integers(report.options):
+        return
+    observers = _plain_observers(report.options)
+    observers.pop("weight", None)
+    changes: dict[str, Any] = {"observers": observers or None, "rounding": None, "recipe": "fast"}
+    _, change = fit_changes(result.fit_errors)
+    reason = f"fitted to this calibration data, errors on other data of its kind are {percent(change)} larger"
+    python = _calibration(report, **changes)
+    yield Step("without_data", "Choose the weights without data", reason, python, changes)
+
+
+def _has_narrow_integers(options: CalibrationOptions) -> bool:
+    """Whether all weights are integers of fewer than eight bits."""
+    for group in options.config.config_groups.values():
+        weights = group.weights
+        if weights is None or weights.type != "int" or weights.num_bits >= 8:
+            return False
+    return True
 
 
 def _untrained(run: _Run) -> Iterator[Step]:

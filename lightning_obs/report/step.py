@@ -8,8 +8,8 @@ from typing import Any, Literal, TypeAlias
 
 #: export: write a checkpoint. serve, load: use it. measure: compare with the unquantized model. leave_out: leave layers
 #: in full precision. token_scales: a scheme with a scale for each token. observers: choose them by measurement.
-#: rounding: round weights by their inputs. budget: a plan of more bits. untrained: the calibrated model without
-#: training. fine_tune: train it
+#: rounding: round weights by their inputs. without_data: choose weights without their inputs. budget: a plan of more
+#: bits. untrained: the calibrated model without training. fine_tune: train it
 StepName: TypeAlias = Literal[
     "export",
     "serve",
@@ -19,6 +19,7 @@ StepName: TypeAlias = Literal[
     "token_scales",
     "observers",
     "rounding",
+    "without_data",
     "budget",
     "untrained",
     "fine_tune",
@@ -35,7 +36,7 @@ class Step:
         reason: its effect and its cost.
         python: to copy into a script.
         changes: the arguments in Python that it changes, or needs, with their values. Those of "leave_out",
-            "token_scales" and "rounding" are fields of :class:`~lightning_obs.CalibrationOptions`.
+            "token_scales", "rounding" and "without_data" are fields of :class:`~lightning_obs.CalibrationOptions`.
         share: of the noise that it removes at most, by the layer errors of this run; 0: not known.
         command: to type into a shell, added by the program that made the run; None: no command did.
     """

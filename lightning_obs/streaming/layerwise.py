@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import find_blocks
 from lightning_obs.calibration.finalize import result_of
+from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.observation import ADDED, CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
@@ -134,6 +135,7 @@ def calibrate_layerwise(
                 run.complete(new_folder)
                 unnamed.close()  # the folder takes its name
                 unfinished.remove()
+    warn_of_fit(run.result.fit_errors)
     return run.result
 
 
@@ -324,7 +326,7 @@ class _LayerwiseRun:
         part = self._session.observation.of(module_names)
         for module in part.model.modules():
             clear_qparams(module)
-        for observer in (part.observers | part.data_observers).values():
+        for observer in part.all_observers:
             observer.reset()
 
     def _count_measurements(self) -> None:

@@ -42,5 +42,5 @@ def calibrated(
     finally:
         for module in part.model.modules():
             clear_qparams(module)
-        for observer in (part.observers | part.data_observers).values():
+        for observer in part.all_observers:
             observer.reset()

@@ -18,7 +18,7 @@ from lightning_obs import (
     linearize_experts,
     quantized,
 )
-from lightning_obs.calibration.observation import GRADIENTS, HESSIAN
+from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN
 from lightning_obs.forward.probe import fisher_probe, random_signs
 from lightning_obs.numerics.rounding import round_by_hessian
 from lightning_obs.observers.statistic import input_statistics

@@ -1,0 +1,202 @@
+"""Whether weights that were fitted to calibration data are better than weights without data, on other batches, too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+
+from lightning_obs.calibration.hold_out import KEPT_OUT_OF, HoldOut
+from lightning_obs.calibration.weight_rounding import make_roundings
+from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.model.module_qparams import as_stored
+from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_without_graph
+from lightning_obs.numerics.qparams import exact_products
+from lightning_obs.observers import Observer
+from lightning_obs.observers.statistic import input_statistics
+from lightning_obs.schemes.config import make_observer
+from lightning_obs.schemes.planned_modules import PlannedModule
+from lightning_obs.schemes.recipes import Recipe
+
+#: squared errors of a module's outputs, as shares of their squares: on batches that the weight was fitted to, of the
+#: fitted weight and of one without data; then the same on batches that were kept out
+FitErrors: TypeAlias = tuple[float, float, float, float]
+#: a larger error than without data by less than this share is no loss: sketches estimate errors
+_TOLERANCE = 0.02
+_WITHOUT_DATA = "choose weights without data: recipe='fast' or observers={'weight': 'memoryless_mse'}, and no rounding."
+
+
+@torch.no_grad()
+def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
+    """Fit a weight to the batches that are not kept out, and estimate the errors of its module's outputs.
+
+    Called by the rank that has observed the weight, while it has it.
+
+    Args:
+        hold_out: of the module, with the statistics of these batches.
+        weight: ``(R, C)``; not changed.
+
+    Returns:
+        The estimate; None where nothing was kept out, outputs are zero, or the weight cannot be fitted without the
+        batches that are kept out.
+    """
+    sketches = hold_out.sketches
+    if sketches is None:
+        return None
+    errors = []
+    with torch.inference_mode(False), torch.autocast(weight.device.type, enabled=False), exact_products():
+        try:
+            fitted = _fitted(hold_out, weight)
+            without_data = _without_data(hold_out.target, weight)
+        except CalibrationError:  # too few tokens are left
+            return None
+        for sketch in sketches:
+            for quantized in (fitted, without_data):
+                errors.append(_output_error(sketch.to(weight.device), weight.float(), quantized))
+        estimate = torch.stack(errors)
+    if not estimate.isfinite().all():
+        return None
+    first, second, third, fourth = estimate.tolist()
+    return first, second, third, fourth
+
+
+def _fitted(hold_out: HoldOut, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as it would be stored if it were fitted without the batches that are kept out."""
+    target = hold_out.target
+    observer = hold_out.observers["weight"]
+    qparams = _observed(target, observer, weight)
+    data_observers = {(target.name, base): other for base, other in hold_out.observers.items()}
+    stored = {f"weight_{name}": value for name, value in qparams.items()}
+    roundings = make_roundings({(target.name, "weight"): observer}, data_observers, {target.name: stored})
+    if not roundings:
+        return _nearest(weight, qparams, observer.args)
+    rounding = roundings[target.name, "weight"]
+    rounding(weight)
+    zero_point = qparams.get("zero_point")
+    global_scale = qparams.get("global_scale")
+    return dequantize(rounding.rounded, qparams["scale"], zero_point, observer.args, global_scale=global_scale)
+
+
+def _without_data(target: PlannedModule, weight: torch.Tensor) -> torch.Tensor:
+    """The weight as ``recipe="fast"`` would store it."""
+    args = args_without_data(target)
+    observer = make_observer("weight", args)
+    return _nearest(weight, _observed(target, observer, weight), args)
+
+
+def args_without_data(target: PlannedModule) -> QuantizationArgs:
+    """How ``recipe="fast"`` quantizes a module's weight: by the least squared error of its values, no matter the data.
+
+    It has no choice for eight bits; for these it is ``memoryless_mse``.
+    """
+    choice = Recipe.of("fast").for_weights(target.scheme)
+    hyperparameters = {"name": "memoryless_mse"} if choice is None else dict(choice.observer)
+    name = hyperparameters.pop("name")
+    changes = {"observer": name, "observer_kwargs": hyperparameters}
+    return target.args["weight"].model_copy(update=changes)
+
+
+def _observed(target: PlannedModule, observer: Observer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The qparams of a weight by its observer, as its module would hold them, without the base name."""
+    observer.reset(keep=input_statistics(observer))
+    observer(weight)
+    qparams: dict[str, Any] = {}
+    for name, value in observer.get_qparams().items():
+        is_needed = name != "zero_point" or not observer.args.symmetric
+        if isinstance(value, torch.Tensor) and is_needed:
+            qparams[f"weight_{name}"] = value
+    stored = as_stored(target.module, qparams)
+    return {name.removeprefix("weight_"): value for name, value in stored.items()}
+
+
+def _nearest(weight: torch.Tensor, qparams: Mapping[str, torch.Tensor], args: QuantizationArgs) -> torch.Tensor:
+    """The weight with every number the nearest."""
+    zero_point = qparams.get("zero_point")
+    global_scale = qparams.get("global_scale")
+    return fake_quantize_without_graph(weight, qparams["scale"], zero_point, args, global_scale=global_scale)
+
+
+def _output_error(sketch: torch.Tensor, weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+    """The squared error of outputs as a share of their squares.
+
+    Args:
+        sketch: of inputs ``(1, S, C)``; or ``(2, S, C)`` of inputs in full precision and of the quantized ones, which
+            the quantized weight gets.
+        weight: ``(R, C)`` in full precision.
+        quantized: the same, quantized.
+    """
+    outputs = sketch[0] @ weight.T
+    if len(sketch) == 1:
+        error = sketch[0] @ (quantized.float() - weight).T
+    else:
+        error = sketch[1] @ quantized.float().T - outputs
+    return error.double().square().sum() / outputs.double().square().sum()
+
+
+# ---------------------------------------------------------------------- of all modules
+
+
+def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
+    """By which share fitting changes the squared errors of outputs: on batches fitted to, and on those kept out.
+
+    Args:
+        errors: by module; each module's errors count as shares of its outputs.
+
+    >>> fit_changes({"a": (0.01, 0.04, 0.02, 0.04)})
+    (-0.75, -0.5)
+    """
+    fitted, without_data, kept_out, kept_out_without_data = (
+        math.fsum(of_module[place] for of_module in errors.values()) for place in range(4)
+    )
+    return fitted / without_data - 1, kept_out / kept_out_without_data - 1
+
+
+def loses(errors: Mapping[str, FitErrors]) -> bool:
+    """Whether weights that are fitted lose more than weights without data, on batches that were kept out."""
+    return bool(errors) and fit_changes(errors)[1] > _TOLERANCE
+
+
+def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
+    """What a run says of weights that are fitted to data.
+
+    Args:
+        errors: by module; none: the fit was not judged.
+        batches: of all ranks.
+
+    >>> fit_text({"a": (0.01, 0.04, 0.02, 0.04)}, batches=8)
+    'errors of outputs -75.0 % on batches fitted to, -50.0 % on others, beside weights without data (1 layer)'
+    """
+    if not errors:
+        reason = f"it takes {KEPT_OUT_OF} batches" if batches < KEPT_OUT_OF else "none of them reached the layers"
+        return f"not judged on batches kept out: {reason}"
+    fitted, kept_out = fit_changes(errors)
+    layers = f"{len(errors)} layer{'' if len(errors) == 1 else 's'}"
+    return (
+        f"errors of outputs {_signed_percent(fitted)} on batches fitted to, {_signed_percent(kept_out)} on others, "
+        f"beside weights without data ({layers})"
+    )
+
+
+def _signed_percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
+
+
+def warn_of_fit(errors: Mapping[str, FitErrors]) -> None:
+    """Warn where fitting to the calibration data loses on batches that were kept out."""
+    if not loses(errors):
+        return
+    fitted, kept_out = fit_changes(errors)
+    changes = (
+        f"beside weights without data, errors of outputs are {_signed_percent(fitted)} on batches that were fitted to, "
+        f"and {_signed_percent(kept_out)} on every fourth batch, which was kept out"
+    )
+    if fitted > 0:
+        warn(f"weights that are fitted to the calibration data lose even on these: {changes}. Rather {_WITHOUT_DATA}")
+    else:
+        warn(
+            f"weights are fitted to the calibration data, and lose on other data of its kind: {changes}. Calibrate "
+            f"with more tokens, raise the damping where there is one, or {_WITHOUT_DATA}"
+        )
