@@ -155,6 +155,27 @@ def test_sizes_are_positive_whole_numbers(name, value):
         TextData(Letters(), **{name: value})
 
 
+class CountedLetters(Letters):
+    """Counts the characters that it is given."""
+
+    def __init__(self):
+        self.characters = 0
+
+    def __call__(self, text, **options):
+        self.characters += len(text)
+        return super().__call__(text, **options)
+
+
+def test_no_more_text_is_tokenized_than_is_needed(tmp_path):
+    texts = [letter * 20 for letter in "abcdefghij" * 200]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    tokenizer = CountedLetters()
+    data = TextData(tokenizer, tmp_path / "a.txt", batches=3, tokens=32, eval_batches=2)
+    assert tokenizer.characters < 2000
+    assert text_of(data.held_out) == "\n\n".join(texts[1::2])[:64]
+    assert text_of(data.calibration) == "\n\n".join(texts[0::2])[:96]
+
+
 def test_the_default_text_comes_with_python():
     data = TextData(Letters())
     calibration, held_out = ([block["input_ids"] for block in blocks] for blocks in (data.calibration, data.held_out))

@@ -1,7 +1,8 @@
 """Chats as text: the tokenizer's template writes the messages with the model's marks of roles and turns.
 
 A row of data holds a chat as ``{"messages": [{"role": "user", "content": "Hello"}, ...]}``. ``TextData``
-(``module.py``) reads rows, chats or not, by :func:`read_texts` and tokenizes them by :func:`token_ids`.
+(``module.py``) reads rows, chats or not, by :func:`read_texts` and tokenizes them by :func:`chat_token_ids` or
+:func:`text_token_ids`.
 """
 
 from __future__ import annotations
@@ -155,14 +156,19 @@ def chats_apart_from(
     return usable, repeated
 
 
-def token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
-    """The token ids of all documents as one sequence, which ``TextData`` cuts into blocks.
+def chat_token_ids(chats: Sequence[Chat], tokenizer: Any) -> list[int]:
+    """The token ids of chats as one sequence, which ``TextData`` cuts into blocks.
 
-    Chats follow each other directly; their special tokens are those of the template. If any document is no chat, an
-    empty line separates documents, and the tokenizer adds its special tokens at the beginning.
+    The chats follow each other directly; their special tokens are those of the template.
     """
-    if documents and all(isinstance(document, Chat) for document in documents):
-        chat_ids: list[int] = tokenizer("".join(documents), verbose=False, add_special_tokens=False).input_ids
-        return chat_ids
+    ids: list[int] = tokenizer("".join(chats), verbose=False, add_special_tokens=False).input_ids
+    return ids
+
+
+def text_token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
+    """The token ids of texts, and chats among them, as one sequence, which ``TextData`` cuts into blocks.
+
+    An empty line separates documents, and the tokenizer adds its special tokens at the beginning.
+    """
     ids: list[int] = tokenizer(_EMPTY_LINE.join(documents), verbose=False).input_ids
     return ids

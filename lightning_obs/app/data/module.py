@@ -17,7 +17,14 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.data.chats import Chat, chats_apart_from, holds_chat, read_texts, token_ids
+from lightning_obs.app.data.chats import (
+    Chat,
+    chat_token_ids,
+    chats_apart_from,
+    holds_chat,
+    read_texts,
+    text_token_ids,
+)
 from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.data.overlap import RUN, HeldOutRuns
 from lightning_obs.callbacks.lightning_package import LightningDataModule
@@ -25,6 +32,8 @@ from lightning_obs.errors import CalibrationError
 
 #: a block of tokens, ``{"input_ids": (tokens,)}``
 Block = dict[str, torch.Tensor]
+#: of English, about; so much text is tokenized at first for each token that is needed
+_CHARACTERS_PER_TOKEN = 4
 
 
 class TextData(LightningDataModule):
@@ -157,7 +166,7 @@ class TextData(LightningDataModule):
         """Up to ``count`` blocks of the chats that share no held-out run, and a sentence about the others."""
         enough_tokens = (count + 1) * self.tokens
         usable, repeated = chats_apart_from(held_out, chats, self.tokenizer, enough_tokens)
-        ids = torch.tensor(token_ids(usable, self.tokenizer), dtype=torch.long)
+        ids = torch.tensor(chat_token_ids(usable, self.tokenizer), dtype=torch.long)
         blocks = self._cut(ids, count)
         if not repeated:
             return blocks, ""
@@ -166,8 +175,7 @@ class TextData(LightningDataModule):
 
     def _blocks_of_text(self, documents: Sequence[str], count: int, held_out: HeldOutRuns) -> tuple[list[Block], str]:
         """Up to ``count`` blocks of the text without held-out runs, and a sentence about the tokens left out."""
-        ids = torch.tensor(token_ids(documents, self.tokenizer), dtype=torch.long)
-        positions = held_out.positions_apart(ids)[: count * self.tokens]
+        ids, positions = self._tokens_of_text(documents, count * self.tokens, held_out)
         blocks = self._cut(ids[positions], count)
         tokens_read = int(positions[-1]) + 1 if len(blocks) == count else len(ids)
         repeated = tokens_read - len(positions)
@@ -175,6 +183,26 @@ class TextData(LightningDataModule):
             return blocks, ""
         sentence = f"{repeated:,} of {tokens_read:,} tokens, which the held-out text repeats, {RUN} or more in a row"
         return blocks, sentence
+
+    def _tokens_of_text(
+        self, documents: Sequence[str], count: int, held_out: HeldOutRuns
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokenize as many of the first documents as are needed for ``count`` tokens without held-out runs.
+
+        Returns:
+            Token ids ``(M,)``, and the positions in them of up to ``count`` tokens that are in no held-out run,
+            ascending; fewer only if there is no more text.
+        """
+        characters = _CHARACTERS_PER_TOKEN * count
+        while True:
+            first = _first_documents(documents, characters)
+            ids = torch.tensor(text_token_ids(first, self.tokenizer), dtype=torch.long)
+            positions = held_out.positions_apart(ids)[:count]
+            # A run that begins in the last tokens may go on in the next document.
+            is_enough = len(positions) == count and int(positions[-1]) + RUN < len(ids)
+            if is_enough or len(first) == len(documents):
+                return ids, positions
+            characters *= 2
 
     def _cut(self, ids: torch.Tensor, count: int) -> list[Block]:
         """Up to ``count`` blocks of token ids ``(N,)``; a shorter rest is left out."""
@@ -199,6 +227,16 @@ class TextData(LightningDataModule):
     def _loader(self, blocks: Any, shuffle: bool = False) -> DataLoader[Any]:
         # keyword arguments, because Lightning makes the loader again with a sampler of its own
         return DataLoader(blocks, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
+
+
+def _first_documents(documents: Sequence[str], characters: int) -> Sequence[str]:
+    """The first documents that have at least this many characters together, or all."""
+    total = 0
+    for index, document in enumerate(documents):
+        total += len(document)
+        if total >= characters:
+            return documents[: index + 1]
+    return documents
 
 
 def _refuse_sizes(sizes: Mapping[str, Any]) -> None:
