@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_obs.errors import CalibrationError
@@ -34,7 +33,7 @@ def main() -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    from lightning_obs.app.config_files import config_dir
+    from lightning_obs.app.config_files import config_dir, described
     from lightning_obs.app.overrides import checked_words, explained
 
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
@@ -69,41 +68,6 @@ def versions() -> str:
     packages = ("torch", "lightning", "transformers", "compressed-tensors")
     dependencies = ", ".join(f"{package} {version(package)}" for package in packages)
     return f"lightning_obs {version('lightning-obs')} ({dependencies})"
-
-
-def described(*groups: str) -> str:
-    """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
-    from lightning_obs.app.config_files import config_dir
-
-    files = {}
-    for group in groups:
-        for file in sorted((config_dir() / group).glob("*.yaml")):
-            files[file.name] = file  # an observer of inputs and of weights is listed once
-    lines = []
-    for file in files.values():
-        lines.append(f"  {file.stem:<24}{_first_sentence(file)}")
-        if groups == ("task",):
-            lines.append(f"{'':<26}reads {_keys_read(file)}")
-    return "\n".join(lines)
-
-
-def _first_sentence(file: Path) -> str:
-    """The first sentence of the comment that a config opens with."""
-    comment, _, _ = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")
-    text = comment.replace("\n#", "").removeprefix("# ")
-    return text.partition(". ")[0].rstrip(".")
-
-
-def _keys_read(file: Path) -> str:
-    """The keys that a task reads, by its config, for ``--help``."""
-    from omegaconf import OmegaConf
-
-    config: Any = OmegaConf.load(file)
-    task = config.get("task", config)
-    ignores = ", ".join(task.get("ignores", ()))
-    if ignores == "*":
-        return ", ".join(task.get("reads", ()))
-    return f"all keys but {ignores}" if ignores else "all keys"
 
 
 if __name__ == "__main__":

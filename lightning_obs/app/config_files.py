@@ -1,7 +1,7 @@
 """The files in ``configs/``: the options of each group, and the keys that each option sets.
 
-They alone declare the keys of the command line. Hints about mistyped words (``overrides.py``) and the check of values
-(``values.py``) read them here.
+They alone declare the keys of the command line. Hints about mistyped words (``overrides.py``), the check of values
+(``values.py``) and ``--help`` read them here.
 """
 
 from __future__ import annotations
@@ -117,3 +117,38 @@ def _flat(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+# ---------------------------------------------------------------------- what --help says of them
+
+
+@cache
+def described(*groups: str) -> str:
+    """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
+    files = {}
+    for group in groups:
+        for file in sorted((config_dir() / group).glob("*.yaml")):
+            files[file.name] = file  # an observer of inputs and of weights is listed once
+    lines = []
+    for file in files.values():
+        lines.append(f"  {file.stem:<24}{_first_sentence(file)}")
+        if groups == ("task",):
+            lines.append(f"{'':<26}reads {_keys_read(file)}")
+    return "\n".join(lines)
+
+
+def _first_sentence(file: Path) -> str:
+    """The first sentence of the comment that a config opens with."""
+    comment, _, _ = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")
+    text = comment.replace("\n#", "").removeprefix("# ")
+    return text.partition(". ")[0].rstrip(".")
+
+
+def _keys_read(file: Path) -> str:
+    """The keys that a task reads, by its config, for ``--help``."""
+    config: Any = OmegaConf.load(file)
+    task = config.get("task", config)
+    ignores = ", ".join(task.get("ignores", ()))
+    if ignores == "*":
+        return ", ".join(task.get("reads", ()))
+    return f"all keys but {ignores}" if ignores else "all keys"
