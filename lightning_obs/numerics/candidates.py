@@ -35,7 +35,10 @@ class Candidates(NamedTuple):
         return Candidates(self.low[rows], self.high[rows], self.factors)
 
     def ranges(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The smallest and the largest value of each candidate range, ``(C, R)`` each, rounded to the stored dtype."""
+        """The smallest and the largest value of each candidate range, ``(C, R)`` each, rounded to the stored dtype.
+
+        Called by :meth:`qparams`.
+        """
         return candidate_ranges(self.low, self.high, self.factors)
 
     def qparams(self, grid: NumberGrid) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,7 +116,10 @@ def candidate_ranges(
 
 
 def finite_or_infinite(errors: torch.Tensor) -> torch.Tensor:
-    """The errors, with infinity in place of NaN and of numbers beyond float32: such a candidate is never the best."""
+    """The errors, with infinity in place of NaN and of numbers beyond float32: such a candidate is never the best.
+
+    Loops that add up errors call it before :func:`improvements`.
+    """
     return torch.where(errors < torch.finfo(torch.float32).max, errors, torch.inf)
 
 

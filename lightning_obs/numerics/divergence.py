@@ -68,7 +68,10 @@ class HeadLogits:
 
 @dataclass(frozen=True)
 class TensorLogits:
-    """Logits that are in memory, ``(..., classes)``, on any device; they get no gradient."""
+    """Logits that are in memory, ``(..., classes)``, on any device; they get no gradient.
+
+    Made by ``callbacks/distillation.py`` for other teachers, and here for a teacher that is given as a tensor.
+    """
 
     tensor: torch.Tensor
 
@@ -202,7 +205,7 @@ class _Maximum:
         self.total = torch.zeros(rows, device=device)
 
     def add(self, logits: torch.Tensor, first_class: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add a block of classes.
+        """Add a block of classes; :class:`_RowSums` calls it for one block after the other.
 
         Args:
             logits: ``(rows, classes)`` in float32.

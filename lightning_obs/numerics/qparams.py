@@ -327,7 +327,7 @@ def _product_settings() -> list[tuple[Any, str, Any]]:
 
 
 class QParamsDict(TypedDict, total=False):
-    """Quantization parameters of one observed tensor.
+    """Quantization parameters of one observed tensor: the result of :func:`compute_qparams` and of an observer.
 
     ``scale`` and ``zero_point`` have the shape that the strategy gives (see :func:`flatten_for_calibration`);
     ``global_scale`` is ``(1,)`` in float32 for tensor_group and None otherwise.

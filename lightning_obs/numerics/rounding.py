@@ -236,7 +236,7 @@ def corrected_target(
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
-    """The upper Cholesky factor of the inverse of a damped Hessian, in float32.
+    """The upper Cholesky factor of the inverse of a damped Hessian, in float32; :func:`round_by_hessian` rounds by it.
 
     All steps work in place on one float64 copy, to save memory. Raises a CalibrationError if the Hessian is not
     positive definite.

@@ -143,7 +143,10 @@ def require_fit(observer: Observer, channels: int, weight: torch.Tensor, fits: b
 
 
 def input_sums(observer: ByInputsObserver) -> torch.Tensor:
-    """The sum over tokens that an observer keeps of the inputs: squares ``(C,)`` or products ``(..., C, C)``."""
+    """The sum over tokens that an observer keeps of the inputs: squares ``(C,)`` or products ``(..., C, C)``.
+
+    For :func:`relative_moments` and :func:`settle_zero_inputs`.
+    """
     return getattr(observer, input_statistics(observer)[0])
 
 

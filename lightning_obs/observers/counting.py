@@ -1,7 +1,8 @@
 """Observers that count every value and choose the range at the end, from the counts: ``histogram``, ``percentile``.
 
 Batches and ranks are combined by adding integers, so the range has the same bits for any batches, in any order, on any
-ranks. :mod:`lightning_obs.numerics.histogram` counts the values, and says how exact the counts are.
+ranks. :mod:`lightning_obs.numerics.histogram` counts the values, and says how exact the counts are. Calibration makes
+these observers for activations and attention states, if the scheme or the user's ``observers=`` names them.
 """
 
 from __future__ import annotations
@@ -233,13 +234,13 @@ class HistogramObserver(PercentileObserver):
 
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
-        """Add a batch's counts, and forget the last search."""
+        """Add a batch's counts, and forget the last search; the base class calls it for each batch."""
         self._searched = None  # it would keep the earlier counts in memory
         super().combine(measured)
 
     @override
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget the statistics and the last search."""
+        """Delete the statistics, as the base class does, and the last search."""
         super().reset(keep)
         self._searched = None
 

@@ -5,6 +5,9 @@ the Hessian ``H = E[x x^T]`` over the inputs x. ``imatrix_mse`` uses the diagona
 which inputs vary together: errors of two columns that cancel in the output then count little. ``local_hessian`` uses
 the blocks of H on its diagonal, one for each group of columns; ``hessian`` uses the whole H. Only ranges are chosen
 here: every value is rounded to nearest.
+
+Calibration makes them for weights, if the scheme or the user's ``observers=`` names them. A rounding (GPTQ) makes a
+``hessian`` observer to gather H for a weight whose own observer does not.
 """
 
 from __future__ import annotations

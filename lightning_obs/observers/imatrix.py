@@ -1,4 +1,7 @@
-"""Weight ranges by importance-weighted error: the error of each column counts with the mean square of its input."""
+"""Weight ranges by importance-weighted error: the error of each column counts with the mean square of its input.
+
+Calibration makes these observers for weights, if the scheme, a recipe or the user's ``observers=`` names them.
+"""
 
 from __future__ import annotations
 

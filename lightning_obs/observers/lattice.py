@@ -1,4 +1,7 @@
-"""The observer ``lattice``, for weights that were quantized before: it finds the grid on which they already lie."""
+"""The observer ``lattice``, for weights that were quantized before: it finds the grid on which they already lie.
+
+Calibration makes it for weights, if the scheme or the user's ``observers=`` names it.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +91,12 @@ class LatticeObserver(MemorylessMSEObserver):
 
     @override
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe a weight as the base class does: flattened, also in blocks, and measured by :meth:`measure`."""
+        """Flatten a weight, also one in blocks, and measure it by :meth:`measure`; finalize passes the weight."""
         return Observer.forward(self, value, g_idx)
 
     @override
     def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The statistics of a flattened weight: both ends of the ranges, ``steps`` and ``exact``."""
+        """The statistics of a flattened weight, for :meth:`forward`: both ends of the ranges, ``steps``, ``exact``."""
         step, lowest, exact = find_lattice(observed, self.args, self.signed)
         has_grid = step != 0
         low = lowest * step
@@ -122,7 +125,7 @@ class LatticeObserver(MemorylessMSEObserver):
     def get_qparams(self) -> QParamsDict:
         """The qparams of the range, with the grid's step as the scale, which the range gives only up to rounding.
 
-        Scales of a fused set that share one range keep the scale of that range.
+        If the members of a fused set share one range, the scale is that of the range. Finalize calls it at the end.
         """
         qparams = super().get_qparams()
         if self._joins_ranges:

@@ -1,4 +1,8 @@
-"""Observers whose range is the smallest and the largest value: of the last tensor, of all tensors, or averaged."""
+"""Observers whose range is the smallest and the largest value: of the last tensor, of all tensors, or averaged.
+
+Calibration makes them by name, for weights and activations: as defaults, or as the scheme or the user's ``observers=``
+says. The moving average here also serves ``mse``.
+"""
 
 from __future__ import annotations
 

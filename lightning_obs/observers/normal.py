@@ -1,4 +1,7 @@
-"""The observer ``normal_observer``: a range from mean and standard deviation."""
+"""The observer ``normal_observer``: a range from mean and standard deviation.
+
+Calibration makes it if the scheme or the user's ``observers=`` names it.
+"""
 
 from __future__ import annotations
 

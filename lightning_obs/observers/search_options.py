@@ -47,7 +47,7 @@ class SearchOptions:
 
     @property
     def factors(self) -> list[float]:
-        """The factors in the order in which they are tried: 1, 1 - 1/grid, ..., all above ``1 - maxshrink``.
+        """The factors to try, in this order: 1, 1 - 1/grid, ..., all above ``1 - maxshrink``. For :meth:`search_on`.
 
         With ``to_the_end``, the last step that is not below ``1 - maxshrink`` is tried, too, and always at least one
         step: with maxshrink=0.64 and grid=36 the factors end at 1 - 23/36 = 0.361.
@@ -69,7 +69,7 @@ class SearchOptions:
         return self.expand * codes / (codes - 1)
 
     def search_on(self, numbers: NumberGrid) -> GridSearch:
-        """The search with these options for a number format, as ``numerics/search`` takes it."""
+        """The search with these options for a number format, as ``numerics/search`` takes it; observers call it."""
         expand = self.widest(numbers.args.num_bits)
         return GridSearch(numbers, self.factors, self.patience, self.norm, expand)
 

@@ -83,6 +83,8 @@ class Statistic(NamedTuple):
 def of_sync_dict(reductions: Mapping[str, Any]) -> tuple[Statistic, ...]:
     """Convert an ``_act_sync_dict``, as llm-compressor's observers have it, to declarations of statistics.
 
+    For :func:`declared_statistics`.
+
     Args:
         reductions: name of each statistic -> its reduction over ranks, a ReduceOp or its name. An unknown reduction is
             kept as text, so that an error can name it.
@@ -322,7 +324,10 @@ def observing(observer: Statistics) -> Iterator[None]:
 
 
 def new_like(observer: Any) -> Any:
-    """A new observer of the same class, base name and hyperparameters, without statistics."""
+    """A new observer of the same class, base name and hyperparameters, without statistics.
+
+    Made to find out which attributes observing sets, and as a temporary observer of segments.
+    """
     return type(observer)(observer.base_name, observer.args)
 
 

@@ -252,7 +252,7 @@ def ordered(values: torch.Tensor) -> torch.Tensor:
 
 
 def unordered(keys: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Undo :func:`ordered`: the values for which the integers stand, in ``dtype`` float32, float64, int32 or int64."""
+    """Undo :func:`ordered` when extremes are unpacked; ``dtype`` is float32, float64, int32 or int64."""
     if dtype not in _ORDERED_AS:
         return keys.to(dtype)
     keys = keys.to(_ORDERED_AS[dtype])

@@ -61,7 +61,10 @@ def knows(value: torch.Tensor) -> bool:
 
 @functools.cache
 def numba_fault() -> str | None:
-    """The message of the error that importing numba raises; None: numba can be imported. Tried once per process."""
+    """The message of the error that importing numba raises; None: numba can be imported. Tried once per process.
+
+    Called before a loop is chosen, and for the warning of :class:`SlowSteps`.
+    """
     try:
         import numba  # noqa: F401
     except ImportError as error:

@@ -39,7 +39,10 @@ class Source(NamedTuple):
 
 @jit()
 def lanes_of(size: int) -> int:
-    """The number of lanes over which a row of ``size`` values is spread: a power of two, for about 16 steps."""
+    """The number of lanes over which a row of ``size`` values is spread: a power of two, for about 16 steps.
+
+    Called before rows are loaded, also by ``numba_loop.py``, to know how many rows a block has.
+    """
     share = 1
     while share < LANES and share * _STEPS < size:
         share *= 2
@@ -108,7 +111,10 @@ def load_piece(source: Source, start: int, unit: Any, side: int, numbers: Any) -
 
 @jit()
 def spread(values: Any, side: int) -> None:
-    """Copy the numbers of the ``side`` rows, in the first lanes, to all lanes: lane i belongs to row ``i % side``."""
+    """Copy the numbers of the ``side`` rows, in the first lanes, to all lanes: lane i belongs to row ``i % side``.
+
+    Called for the scales and limits of each candidate.
+    """
     if side == 1:
         values[:] = values[0]
         return
@@ -121,7 +127,7 @@ def spread(values: Any, side: int) -> None:
 
 @jit()
 def add_up(values: Any, side: int) -> None:
-    """Add up the lanes of each row, in place: the sum of row r is left in lane r."""
+    """Add up the lanes of each row, in place: the sum of row r is left in lane r. Called with a candidate's errors."""
     width = LANES // 2
     while width >= side:
         for i in range(width):

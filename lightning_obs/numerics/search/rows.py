@@ -53,7 +53,10 @@ class Rows:
 
     @property
     def are_long(self) -> bool:
-        """Whether the rows are on a CPU and so long that they are read in pieces, with few candidates at a time."""
+        """Whether the rows are on a CPU and so long that they are read in pieces, with few candidates at a time.
+
+        Asked by the search, and by the loop that numba compiles.
+        """
         return self.device.type == "cpu" and self.size > LONG
 
     def observed_range(self) -> Range:
@@ -117,7 +120,7 @@ class Rows:
 def rows_of_observed(
     observed: torch.Tensor, importance: torch.Tensor | None = None, hessian: torch.Tensor | None = None
 ) -> Rows:
-    """``(N, *Q, G)`` as :class:`Rows`, one for each scale; a view unless Q cannot be flattened.
+    """``(N, *Q, G)`` as :class:`Rows`, one for each scale; a view unless Q cannot be flattened. For ``search_range``.
 
     ``importance`` and ``hessian`` are those of :class:`Rows`.
     """
@@ -130,6 +133,8 @@ def rows_of_observed(
 
 def rows_of_counts(observed: torch.Tensor) -> Rows | None:
     """Rows of the distinct values of each scale, with their counts as importance; None if counting does not help.
+
+    ``search_range`` tries it for values without importance and Hessian.
 
     It helps where a scale has many bfloat16 values, because bfloat16 has only 65,536 numbers. On a CPU the result is
     None, too, if a value is not finite.
