@@ -234,7 +234,7 @@ class ExpertWatch:
             value: the activation.
             mask: the tokens of the batch that count, on the host.
             name: of the module, which is an expert or inside one.
-            selection: selects the rows where no more is known than the shape.
+            selection: selects rows by the shape, if nothing else tells which tokens the expert got.
             layout: of ``value``, as far as it is known.
 
         Raises:
@@ -428,7 +428,7 @@ def borrow_ranges(
     fused: Sequence[Sequence[str]],
     join_ranges: bool = False,
 ) -> dict[Key, Observer]:
-    """Make observers to use in place of those of experts that no data reached, where data reached their siblings.
+    """Make observers that replace those of experts that no data reached, if data reached their siblings.
 
     ``finalize`` calls this with ``on_missing="siblings"``, after the ranks were reduced. Siblings are the same module
     (``up_proj``, say) in the other experts of the layer. The stand-in for an activation's observer has the union of the

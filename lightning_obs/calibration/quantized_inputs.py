@@ -141,10 +141,10 @@ def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
                 output = forward.run(position, output, call_model)
         except CalibrationError:
             return False
-    found = _first_tensor(output)
-    if expected is None or found is None or found.shape != expected.shape:
+    stepwise_output = _first_tensor(output)
+    if expected is None or stepwise_output is None or stepwise_output.shape != expected.shape:
         return False
-    return torch.allclose(found, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return torch.allclose(stepwise_output, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

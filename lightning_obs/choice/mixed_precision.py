@@ -336,7 +336,7 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
 
 
 def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
-    """The best plan that uses one scheme beside full precision, for engines that read only one scheme.
+    """The best plan that uses one scheme and full precision, for engines that read only one scheme.
 
     Arguments are those of :func:`_solve`.
     """

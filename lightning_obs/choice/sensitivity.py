@@ -85,7 +85,7 @@ class Sensitivity:
             ``"weight error"``: losses are relative squared errors of the weights, which need no data and say little
             about the model.
         tokens: how many predictions were measured.
-        alone: whether a plan may use only one of the schemes beside full precision, because an engine reads only one.
+        alone: whether a plan may use only one scheme and full precision, because an engine reads only one scheme.
     """
 
     groups: list[Group]
@@ -151,8 +151,8 @@ def sensitivity(
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
-        >>> found = sensitivity(model, [torch.randn(8, 16)], {"int8": "W8A8", "none": None})
-        >>> [group.names for group in found.groups], found.groups[0].sizes
+        >>> measured = sensitivity(model, [torch.randn(8, 16)], {"int8": "W8A8", "none": None})
+        >>> [group.names for group in measured.groups], measured.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]

@@ -171,7 +171,7 @@ REFUSED = {
     "offloaded": (
         partial(cpu_offload, execution_device="cpu"),
         {},
-        r"whole and in memory.*self_attn\.q_proj",
+        r"whole weights in memory.*self_attn\.q_proj",
     ),
     "experts": (lambda model: nn.Sequential(model, Experts()), {}, "tokens of experts are not known there.*experts"),
 }
