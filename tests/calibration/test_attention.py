@@ -315,7 +315,7 @@ def test_a_layer_alone_cannot_be_quantized(tiny_llama, batches):
 def test_other_heads_than_the_config_says_are_refused(tiny_llama, batches):
     model = tiny_llama()
     model.config.num_key_value_heads = HEADS
-    with pytest.raises(CalibrationError, match=r"another number of heads than.*k_scale \(2, 1, 1\) instead of \(4, 1, 1\)"):
+    with pytest.raises(CalibrationError, match=r"number of heads than.*k_scale \(2, 1, 1\) instead of \(4, 1, 1\)"):
         calibrate(model, batches, kv_cache="FP8_HEAD")
     assert not list(calibrated_modules(model))
 
