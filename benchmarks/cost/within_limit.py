@@ -6,8 +6,9 @@
 
 The default model (SmolLM2-135M-Instruct, float32) is calibrated to FP8 on 8 x 256 tokens of Python's documentation, in
 a process of its own whose data segment cannot grow beyond the limit (RLIMIT_DATA: private memory, not mapped files).
-This is done layer by layer from its files. To see that the limit holds, a second process only reads all weights into
-memory. Perplexity on other pages, before and after, is measured without a limit.
+This is done layer by layer from its files. To see that the limit holds, another process only reads all weights into
+memory. Both are forks of this one, which has imported everything and computed nothing. Perplexity on other pages,
+before and after, is measured without a limit.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import argparse
 import math
 import re
 import resource
-import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -46,6 +48,13 @@ def perplexity(folder: Path, batches: list[torch.Tensor]) -> float:
         return math.exp(sum(model(batch, labels=batch).loss.item() for batch in batches) / len(batches))
 
 
+def attempt(*arguments: Any) -> str:
+    """What :func:`limited` comes to in a process of its own: "done", or its error."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+        error = process.submit(limited, *arguments).exception()
+    return "done" if error is None else f"{type(error).__name__}: {error}"
+
+
 def limited(limit: int, folder: Path, out: Path, whole: bool) -> None:
     """Calibrate within ``limit`` MB above what is taken now, or only bring the weights into memory."""
     batches, status = tokens(folder, 8, 256, 0), Path("/proc/self/status").read_text()
@@ -55,7 +64,8 @@ def limited(limit: int, folder: Path, out: Path, whole: bool) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
     if whole:
         reader = TensorReader(folder)
-        print(len([reader.read(name) for name in reader]), "tensors in memory")
+        weights = [reader.read(name) for name in reader]
+        print(len(weights), "tensors in memory")
     else:
         calibrate_layerwise(folder, batches, "FP8", out, ignore=["lm_head"])
 
@@ -65,27 +75,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=int, default=300, help="MB above imports")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint in full precision")
-    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--whole", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    torch.set_num_threads(1)  # before anything is computed: threads would be missing in a fork
     folder = options.model or default_model_folder()
-    torch.set_num_threads(1)
     logging.disable_progress_bar()
-    if options.out is not None:
-        limited(options.limit, folder, options.out, options.whole)
-        return 0
     with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-W", "ignore", __file__, "--limit", str(options.limit), "--model", str(folder)]
-        command += ["--out", f"{scratch}/out"]
-        whole = subprocess.run([*command, "--whole"], capture_output=True, text=True, check=False)
-        refused = whole.returncode != 0 and "allocate memory" in whole.stderr
-        print(f"all weights within {options.limit} MB: {'no room' if refused else whole.stdout + whole.stderr}")
-        done = subprocess.run(command, check=False)
-        print(f"layer by layer within {options.limit} MB: {'done' if done.returncode == 0 else 'failed'}")
-        if done.returncode or not refused:
+        out = Path(scratch) / "out"
+        whole = attempt(options.limit, folder, out, True)
+        refused = "allocate memory" in whole
+        print(f"all weights within {options.limit} MB: {'no room' if refused else whole}")
+        by_layers = attempt(options.limit, folder, out, False)
+        print(f"layer by layer within {options.limit} MB: {by_layers}")
+        if by_layers != "done" or not refused:
             return 1
         held_out = tokens(folder, 8, 256, 64)
-        before, after = perplexity(folder, held_out), perplexity(Path(scratch) / "out", held_out)
+        before, after = perplexity(folder, held_out), perplexity(out, held_out)
         print(f"perplexity on {8 * 256:,} held-out tokens: {before:.3f} before, {after:.3f} after")
     return 0
 
