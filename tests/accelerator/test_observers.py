@@ -43,7 +43,8 @@ def test_an_observer_has_the_cpus_bits_within_its_budget(name, base_name, args, 
     value = value_of(name, base_name)
     expected, found = observer_of(name, base_name, args)(value), observer_of(name, base_name, args)
     there = value.to(DEVICE)
-    observer_of(name, base_name, args)(there)  # tables of candidates are made once in a process
+    an_eighth = there[: max(1, len(there) // 8)]
+    observer_of(name, base_name, args)(an_eighth)  # tables of candidates are made once in a process
     with counting() as counts:
         found(there)
     if name in SEARCHES:

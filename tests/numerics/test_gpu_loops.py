@@ -40,6 +40,7 @@ def test_loops_find_what_torchs_operations_find(interpreted):
     assert max(off.values()) < 2e-6, off
 
 
+@pytest.mark.slow  # with the test above: the interpreter runs once
 def test_loops_that_round_ranges_otherwise_are_noticed_before_their_first_use(interpreted):
     assert interpreted["before the first use"] > 1e-3  # the interpreter cuts what a GPU rounds to bfloat16
 
