@@ -26,6 +26,8 @@ from torch import nn
 from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.observers import Observer
 from tests.compatibility import write_result
+from tests.support.compilation import compile_in_turn
+from tests.support.onnx_exports import cheap_exports
 from tests.support.versions import is_said_to_be_too_old
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -49,6 +51,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Before any test is imported: tests, and ranks and scripts that they start, import Lightning under one name."""
+    compile_in_turn()
     os.environ["LIGHTNING_OBS_TESTS_LIGHTNING"] = config.getoption("--lightning")
     import_module("tests.support.lightning_package")
 
@@ -100,6 +103,12 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def exports_to_onnx_are_cheap():
+    with cheap_exports():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import distributed as dist
 
+from tests.support.compilation import compile_in_turn
+
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
 #: Lightning first, under the name that the tests run with
@@ -164,6 +166,7 @@ def _serve(pipe: connection.Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    compile_in_turn()
     while True:
         try:
             rank, ranks, path, timeout, backend = pickle.loads(pipe.recv_bytes())
