@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.typed_words import refuse_unread
+from tests.support.lightning_ranks import run_command_line_on_ranks
 
 ROOT = Path(__file__).parents[2]
 #: docs/guide/command_line.md shows it
@@ -139,14 +140,14 @@ def test_two_ranks_of_ddp_print_and_write_once_and_give_the_scales_of_one(comman
 
 
 @pytest.mark.slow
-def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(command_line, tmp_path):
-    done = command_line(
-        "task=finetune", "scheme=w4a16", "group_size=32", "trainer.devices=2", "trainer.strategy=ddp",
-        "trainer.max_steps=4", "data.train_batches=8", "export.folder=two", "export.verify=false", "output_dir=run",
-        new_process=True,
+def test_two_ranks_of_ddp_fine_tune_and_measure_the_reloaded_checkpoint(tiny_overrides, tmp_path):
+    ranks = run_command_line_on_ranks(
+        2, *tiny_overrides, "task=finetune", "scheme=w4a16", "group_size=32", "trainer.devices=2",
+        "trainer.strategy=ddp", "trainer.max_steps=4", "data.train_batches=8", "export.folder=two",
+        "export.verify=false", "output_dir=run", folder=tmp_path,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote two") == 1
+    assert [done.returncode for done in ranks] == [0, 0], ranks
+    assert "".join(done.stdout for done in ranks).count("wrote two") == 1
     report = json.loads((tmp_path / "run" / "report.json").read_text())
     assert report["perplexity_reloaded"] == report["perplexity"][1] != report["perplexity_calibrated"]
     assert report["divergence_reloaded"] == report["divergence"] != report["divergence_calibrated"]

@@ -1,8 +1,6 @@
 """``model.layerwise=true`` on a tiny model."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +8,7 @@ import torch
 
 from tests.streaming.test_checkpoint_weights import sums
 from tests.support.in_process import run_command_line
+from tests.support.lightning_ranks import run_command_line_on_ranks
 from tests.support.tiny_model import save_tiny_llama
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guide" / "larger_than_memory.md").read_text()
@@ -60,9 +59,8 @@ def test_two_ranks_of_the_command_line_write_the_checkpoint_of_one(tiny, tmp_pat
     words = ["model.layerwise=true", f"model.path={tiny}", "observer=static_minmax", *QUICK]
     one, two = f"export.folder={tmp_path / 'one'}", f"export.folder={tmp_path / 'two'}"
     assert run_command_line(*words, one, folder=tmp_path).returncode == 0
-    command = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *words, two]
-    command += ["trainer.devices=2", "trainer.strategy=ddp"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("wrote ") == 1
+    ddp = ["trainer.devices=2", "trainer.strategy=ddp"]  # with Lightning's launcher: test_cli.py
+    ranks = run_command_line_on_ranks(2, *words, two, *ddp, folder=tmp_path)
+    assert [done.returncode for done in ranks] == [0, 0], ranks
+    assert "".join(done.stdout for done in ranks).count("wrote ") == 1
     assert sums(tmp_path / "two") == sums(tmp_path / "one")

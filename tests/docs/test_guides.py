@@ -3,6 +3,7 @@
 import ast
 import re
 import shlex
+import shutil
 from statistics import median
 
 import pytest
@@ -193,23 +194,31 @@ def test_the_python_of_a_guide_runs_from_top_to_bottom(guide, tiny, mixture, tmp
         assert (tmp_path / "my-model-fp8" / "tokenizer.json").is_file()
 
 
+SMALL = ["trainer=cpu", "trainer.enable_progress_bar=false", "data.tokens=32", "data.eval_batches=1", "data.batches=2"]
+#: where a command says that an earlier run has left its results, and their folder
+EARLIER_RUNS = {"<report.json>": "before", "outputs/fp8": "outputs/fp8", "outputs/int8": "outputs/int8"}
+
+
+@pytest.fixture(scope="module")
+def earlier_run(tiny, tmp_path_factory):
+    """The folder of a run."""
+    folder = tmp_path_factory.mktemp("earlier")
+    words = ["scheme=int8_static", f"model.path={tiny}", "export=none", "output_dir=run", *SMALL]
+    done = run_command_line(*words, "report.layer_error_batches=1", folder=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("guide", "command"), RUN)
-def test_the_command_of_a_guide_runs(guide, command, tiny, mixture, tmp_path):
+def test_the_command_of_a_guide_runs(guide, command, tiny, mixture, earlier_run, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {i} " * 30 for i in range(32)))
-    small = ["trainer=cpu", "trainer.enable_progress_bar=false", "data.tokens=32", "data.eval_batches=1"]
-    small += ["data.batches=2", "report.layer_error_batches=0"]
     folder = mixture if guide == "experts" else tiny
-    for before, run in {
-        "<report.json>": "before",
-        "outputs/fp8": "outputs/fp8",
-        "outputs/int8": "outputs/int8",
-    }.items():
-        if before in command:
-            words = ["scheme=int8_static", f"model.path={folder}", "export=none", f"output_dir={run}", *small]
-            done = run_command_line(*words, "report.layer_error_batches=1", folder=tmp_path)
-            assert done.returncode == 0, done.stderr
+    for place, run in EARLIER_RUNS.items():
+        if place in command:
+            assert folder == tiny
+            shutil.copytree(earlier_run, tmp_path / run)
     if "export.base=model-f16.gguf" in command:
         write_base(AutoModelForCausalLM.from_pretrained(tiny), tmp_path / "model-f16.gguf", torch.float16)
     held_out = tmp_path / "held_out.txt"
@@ -226,7 +235,9 @@ def test_the_command_of_a_guide_runs(guide, command, tiny, mixture, tmp_path):
     assert words[:3] == ["python", "-m", "lightning_obs"]
     words = words[3:]
     if "task=compare" not in words:
-        words += [*small, *([] if "model.path" in command else [f"model.path={folder}"])]
+        words += [*SMALL, "report.layer_error_batches=0"]
+        words += [] if "model.path" in command else [f"model.path={folder}"]
+        words += ["trainer.max_steps=4"] if "experiment=qat" in command else []
         words += [] if "export=none" in words or "--multirun" in words else ["export.verify=false"]
     done = run_command_line(*words, folder=tmp_path)
     assert done.returncode == 0, done.stderr

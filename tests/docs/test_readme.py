@@ -1,4 +1,8 @@
-"""Every command in the README and in the guides "The command line" and "Where will it run?" runs, on a tiny model."""
+"""Every command in the README and in the guides "The command line" and "Where will it run?" runs, on a tiny model.
+
+What a command loads back or measures of the file that it wrote is tested where that is the subject: in
+tests/app/test_main.py and test_file_export.py. The README's first command does all that a user's does.
+"""
 
 import re
 import shlex
@@ -25,7 +29,9 @@ APPLICATION.remove(ON_RANKS)  # tests/app/test_cli.py runs it
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    return save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    return save_tiny_llama(
+        tmp_path_factory.mktemp("tiny"), layers=1
+    )  # torch takes seconds to trace each layer for ONNX
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +56,15 @@ def test_the_command_runs(command, tiny, text, tmp_path):
     small = ["trainer.enable_progress_bar=false", "data.tokens=16", "data.eval_batches=1"]
     small += [] if "data.batches" in command else ["data.batches=1"]
     small += [] if "model.path" in command else [f"model.path={tiny}"]
+    small += ["export.measure=false"] if "export=onnx" in own else []
     if new_process:
         line = [sys.executable, "-W", "ignore", "-m", "lightning_obs", *flags, *own, *small]
         done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     else:
         done = run_command_line(*flags, *own, *small, *([] if flags else ["export.verify=false"]), folder=tmp_path)
     assert done.returncode == 0, done.stderr
+    if new_process and not flags:
+        assert "lightning_obs not imported): largest difference of logits 0.0" in done.stdout
 
 
 def test_every_make_target_that_is_named_is_there():

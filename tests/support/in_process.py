@@ -14,7 +14,7 @@ import runpy
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -35,9 +35,10 @@ class Done:
     stderr: str
 
 
-def run_command_line(*arguments: str, folder: Path) -> Done:
-    """``python -W ignore -m lightning_obs arguments`` in ``folder``."""
+def run_command_line(*arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> Done:
+    """``python -W ignore -m lightning_obs arguments`` in ``folder``, with further variables in the environment."""
     with _as_its_own_process([str(folder), *sys.path], ["lightning_obs", *arguments], folder) as done:
+        os.environ.update(environment or {})
         runpy.run_module("lightning_obs", run_name="__main__", alter_sys=True)
     return done
 
@@ -85,7 +86,8 @@ def _process_wide_state(path: list[str], argv: list[str], folder: Path) -> Itera
         Singleton.set_state(hydra)
         root.handlers[:], root.level = handlers, level
         for logger, level_before in levels.items():
-            logger.setLevel(level_before)
+            if logger.level != level_before:  # each call makes all loggers ask anew which messages they let through
+                logger.setLevel(level_before)
         # A package of Lightning, when it is imported, takes the messages of the other to its own logger.
         rank_zero.rank_zero_only.rank, rank_zero.log = rank, messages
         sys.argv, sys.path = before[:2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,18 +16,34 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationCallback
+from tests.support.in_process import Done, run_command_line
 from tests.support.lightning_package import L
+from tests.support.rank_processes import run_ranks
 
 WIDTH = 8
 
 
+def environment_of_torchrun(rank: int, ranks: int) -> dict[str, str]:
+    """The variables by which Lightning knows a rank that torchrun has started."""
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+    }  # fmt: skip
+
+
 def like_torchrun(rank: int, ranks: int) -> None:
     """Make Lightning take this process for one of torchrun's."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), GROUP_RANK="0", WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-        TORCHELASTIC_RUN_ID="tests", MASTER_ADDR="127.0.0.1", MASTER_PORT="0",
-    )  # fmt: skip
+    os.environ.update(environment_of_torchrun(rank, ranks))
     warnings.filterwarnings("ignore", message=".*LeafSpec.*deprecated")
+
+
+def run_command_line_on_ranks(ranks: int, *arguments: str, folder: Path) -> list[Done]:
+    """``torchrun --nproc_per_node=ranks -m lightning_obs arguments`` in ``folder``: what each rank printed."""
+    return run_ranks(_on_rank, ranks, ranks, arguments, folder, timeout=120)
+
+
+def _on_rank(rank: int, ranks: int, arguments: tuple[str, ...], folder: Path) -> Done:
+    return run_command_line(*arguments, folder=folder, environment=environment_of_torchrun(rank, ranks))
 
 
 def trainer(*callbacks: L.Callback, ranks: int = 1, **options: Any) -> L.Trainer:

@@ -31,14 +31,14 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
-def save_tiny_llama(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+def save_tiny_llama(folder: Path, dtype: torch.dtype = torch.float32, layers: int = 2) -> Path:
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
