@@ -1,13 +1,15 @@
-"""The base names of helper observers, which gather a statistic that the observer of the plan does not keep.
+"""The base names of helper observers, each of which gathers a statistic that the observer of the plan does not keep.
 
-A key of an observer is the name of a module and a base name: ``"weight"`` or ``"input"`` of the plan, or one of these.
+The key of an observer is the name of its module and a base name: that of the observed tensor for observers of the plan
+(``"weight"``, ``"input"``...), or one of those below for helpers. Observations make helpers under these names; the
+rounding of weights and reports look them up.
 """
 
-#: the input's smallest and largest value, for the report
+#: the smallest and largest value of a module's input, for the report
 RANGE = "input range"
 #: the Hessian of a module's inputs, by which its weight is rounded
 HESSIAN = "weight by its inputs"
 #: the products of the gradients at a module's outputs, by which the rows of its weight are rounded together
 GRADIENTS = "weight by the gradients at its outputs"
-#: how a module's inputs differ once the modules before it are quantized, which the rounding of its weight makes up for
+#: the errors of a module's inputs once the modules before it are quantized, which the rounding of its weight corrects
 INPUT_ERRORS = "weight by the errors of its inputs"

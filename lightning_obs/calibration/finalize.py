@@ -293,7 +293,7 @@ class _Finalization:
 
     @property
     def _judging(self) -> dict[Key, Observer]:
-        """The observers that judge the fit of modules, to be reduced over ranks; of one rank nothing is."""
+        """The observers of all hold-outs, whose statistics must be reduced over ranks; empty if there is one rank."""
         judging: dict[Key, Observer] = {}
         if self.observation.collectives.size == 1:
             return judging
@@ -302,12 +302,15 @@ class _Finalization:
         return judging
 
     def _observers_of(self, module_name: str) -> dict[str, Observer]:
-        """The observers of a module, by base name."""
+        """The observers of a module, helpers included, by base name."""
         observers = self.observation.observers | self.observation.data_observers
         return {base: observer for (name, base), observer in observers.items() if name == module_name}
 
     def _judge_fit(self, module_name: str, weight: torch.Tensor) -> None:
-        """Estimate the errors of a fitted weight on batches that were kept out, on the rank that has observed it."""
+        """Estimate the errors of a fitted weight on batches that were kept out, if the module has a hold-out.
+
+        Called on the rank that observes the weight, right after its own observer.
+        """
         hold_out = self.observation.hold_outs.get(module_name)
         if hold_out is None or hold_out.sketches is None or not self.activations:
             return
@@ -317,7 +320,7 @@ class _Finalization:
             self.fit_errors[module_name] = errors
 
     def _share_fit_errors(self) -> None:
-        """Give every rank the estimates of all, and forget what they took: data are observed once."""
+        """Give all ranks the estimates of all ranks, and reset the hold-outs, whose statistics are used only once."""
         hold_outs = self.observation.hold_outs
         if not (self.weights and self.activations and hold_outs):
             return

@@ -1,4 +1,8 @@
-"""Whether weights that were fitted to calibration data are better than weights without data, on other batches, too."""
+"""Judge whether weights that were fitted to the calibration data are better than weights chosen without data.
+
+``finalize`` calls :func:`judge_fit` for the few modules that have a :class:`.HoldOut`, on the rank that observes the
+weight. The other functions summarize the estimates of all these modules, for results, reports and a warning.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,12 @@ from lightning_obs.schemes.config import make_observer
 from lightning_obs.schemes.planned_modules import PlannedModule
 from lightning_obs.schemes.recipes import Recipe
 
-#: squared errors of a module's outputs, as shares of their squares: on batches that the weight was fitted to, of the
-#: fitted weight and of one without data; then the same on batches that were kept out
+#: sums of squared errors of a module's outputs, relative to the sum of squares of the outputs: with the fitted weight
+#: and with a weight chosen without data, on batches that were fitted to; then both on batches that were kept out
 FitErrors: TypeAlias = tuple[float, float, float, float]
-#: a larger error than without data by less than this share is no loss: sketches estimate errors
+#: a relative increase of errors up to this counts as no loss, because sketches only estimate errors
 _TOLERANCE = 0.02
+#: the remedy in warnings
 _WITHOUT_DATA = "choose weights without data: recipe='fast' or observers={'weight': 'memoryless_mse'}, and no rounding."
 
 
@@ -33,15 +38,14 @@ _WITHOUT_DATA = "choose weights without data: recipe='fast' or observers={'weigh
 def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
     """Fit a weight to the batches that are not kept out, and estimate the errors of its module's outputs.
 
-    Called by the rank that has observed the weight, while it has it.
+    ``finalize`` calls this on the rank that observes the weight, while the whole weight is in memory.
 
     Args:
-        hold_out: of the module, with the statistics of these batches.
+        hold_out: of the module, with the statistics of the batches that are not kept out.
         weight: ``(R, C)``; not changed.
 
     Returns:
-        The estimate; None where nothing was kept out, outputs are zero, or the weight cannot be fitted without the
-        batches that are kept out.
+        The estimates; None if nothing was kept out, the outputs are zero, or too few tokens are left to fit the weight.
     """
     sketches = hold_out.sketches
     if sketches is None:
@@ -64,7 +68,7 @@ def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
 
 
 def _fitted(hold_out: HoldOut, weight: torch.Tensor) -> torch.Tensor:
-    """The weight as it would be stored if it were fitted without the batches that are kept out."""
+    """The quantized and dequantized weight, fitted without the batches that are kept out."""
     target = hold_out.target
     observer = hold_out.observers["weight"]
     qparams = _observed(target, observer, weight)
@@ -81,16 +85,16 @@ def _fitted(hold_out: HoldOut, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _without_data(target: PlannedModule, weight: torch.Tensor) -> torch.Tensor:
-    """The weight as ``recipe="fast"`` would store it."""
+    """The quantized and dequantized weight as ``recipe="fast"`` chooses it, without data."""
     args = args_without_data(target)
     observer = make_observer("weight", args)
     return _nearest(weight, _observed(target, observer, weight), args)
 
 
 def args_without_data(target: PlannedModule) -> QuantizationArgs:
-    """How ``recipe="fast"`` quantizes a module's weight: by the least squared error of its values, no matter the data.
+    """The arguments with which ``recipe="fast"`` quantizes a module's weight: the least squared error of its values.
 
-    It has no choice for eight bits; for these it is ``memoryless_mse``.
+    For formats for which the recipe has no choice (eight bits), the observer is ``memoryless_mse``.
     """
     choice = Recipe.of("fast").for_weights(target.scheme)
     hyperparameters = {"name": "memoryless_mse"} if choice is None else dict(choice.observer)
@@ -100,7 +104,10 @@ def args_without_data(target: PlannedModule) -> QuantizationArgs:
 
 
 def _observed(target: PlannedModule, observer: Observer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The qparams of a weight by its observer, as its module would hold them, without the base name."""
+    """Let an observer observe a weight, and return its qparams as the module would hold them.
+
+    Keys have no base name: ``{"scale": tensor}``.
+    """
     observer.reset(keep=input_statistics(observer))
     observer(weight)
     qparams: dict[str, Any] = {}
@@ -113,20 +120,20 @@ def _observed(target: PlannedModule, observer: Observer, weight: torch.Tensor) -
 
 
 def _nearest(weight: torch.Tensor, qparams: Mapping[str, torch.Tensor], args: QuantizationArgs) -> torch.Tensor:
-    """The weight with every number the nearest."""
+    """The weight rounded to nearest with these qparams, dequantized."""
     zero_point = qparams.get("zero_point")
     global_scale = qparams.get("global_scale")
     return fake_quantize_without_graph(weight, qparams["scale"], zero_point, args, global_scale=global_scale)
 
 
 def _output_error(sketch: torch.Tensor, weight: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
-    """The squared error of outputs as a share of their squares.
+    """Estimate the sum of squared errors of a module's outputs, relative to the sum of squares of the outputs.
 
     Args:
-        sketch: of inputs ``(1, S, C)``; or ``(2, S, C)`` of inputs in full precision and of the quantized ones, which
-            the quantized weight gets.
+        sketch: of inputs, ``(1, S, C)``; or ``(2, S, C)``, of inputs in full precision and of those of the quantized
+            model, with which the quantized weight is multiplied.
         weight: ``(R, C)`` in full precision.
-        quantized: the same, quantized.
+        quantized: the weight quantized and dequantized.
     """
     outputs = sketch[0] @ weight.T
     if len(sketch) == 1:
@@ -140,10 +147,10 @@ def _output_error(sketch: torch.Tensor, weight: torch.Tensor, quantized: torch.T
 
 
 def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
-    """By which share fitting changes the squared errors of outputs: on batches fitted to, and on those kept out.
+    """The relative change of squared output errors that fitting makes: on batches fitted to, and on batches kept out.
 
     Args:
-        errors: by module; each module's errors count as shares of its outputs.
+        errors: by module name; relative errors of the modules are added up.
 
     >>> fit_changes({"a": (0.01, 0.04, 0.02, 0.04)})
     (-0.75, -0.5)
@@ -155,16 +162,19 @@ def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
 
 
 def loses(errors: Mapping[str, FitErrors]) -> bool:
-    """Whether weights that are fitted lose more than weights without data, on batches that were kept out."""
+    """Whether fitted weights have larger errors than weights without data, on batches that were kept out.
+
+    Asked for a warning, and when a report proposes next steps.
+    """
     return bool(errors) and fit_changes(errors)[1] > _TOLERANCE
 
 
 def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
-    """What a run says of weights that are fitted to data.
+    """The text about fitted weights in the summary of a result.
 
     Args:
-        errors: by module; none: the fit was not judged.
-        batches: of all ranks.
+        errors: by module name; empty: the fit was not judged.
+        batches: the number of batches of all ranks.
 
     >>> fit_text({"a": (0.01, 0.04, 0.02, 0.04)}, batches=8)
     'errors of outputs -75.0 % on batches fitted to, -50.0 % on others, beside weights without data (1 layer)'
@@ -185,7 +195,10 @@ def _signed_percent(share: float) -> str:
 
 
 def warn_of_fit(errors: Mapping[str, FitErrors]) -> None:
-    """Warn where fitting to the calibration data loses on batches that were kept out."""
+    """Warn if fitting to the calibration data increases errors on batches that were kept out.
+
+    A session calls this with each new result.
+    """
     if not loses(errors):
         return
     fitted, kept_out = fit_changes(errors)

@@ -1,14 +1,17 @@
-"""Observers of some modules that see every fourth batch alone, to judge whether what is fitted holds on other data.
+"""Keep every fourth batch out of a second fit of a few weights, to judge whether fitting holds on other data.
 
-Observers of weights that read inputs, and roundings, fit weights to the calibration data. With few tokens or little
-damping they fit what no other data share. So a few modules are fitted once more, without every fourth batch: their
-statistics are sums, and those of the batches that are kept out are subtracted. The errors of their outputs on either
-part of the data stand beside those of ranges without data (:mod:`.fit_errors`). What is written is fitted to all
-batches: only these modules have statistics twice, and no result changes.
+Observers of weights that read inputs, and roundings, *fit* weights to the calibration data. With few tokens or little
+damping they fit peculiarities of these data. So a few modules are fitted a second time, without every fourth batch. The
+statistics for this fit are the sums over all batches minus the sums over the batches that are kept out. Then
+:mod:`.fit_errors` estimates the errors of the modules' outputs on both parts of the data, beside those of weights that
+were chosen without data. The weights that are written are fitted to all batches, so no result changes.
 
-Inputs are not kept for it. Those of the batches that are kept out, and of as many others, are added up with random
-signs to a sketch S of :data:`ROWS` rows, whose expected ``S^T S`` is the sum of ``x x^T``: a sum over batches and ranks
-as a Hessian is, for a fraction of its memory. Half of the batches cost nothing.
+Inputs are not stored for these estimates. The inputs of the batches that are kept out, and of as many others, are added
+up with random signs to a *sketch* S of :data:`ROWS` rows. The expectation of ``S^T S`` is the sum of ``x x^T``. Like a
+Hessian, a sketch is a sum over batches and ranks, but takes a fraction of the memory. The other half of the batches
+adds no work.
+
+An observation makes the hold-outs; the hooks on the modules feed them, and ``finalize`` reads and resets them.
 
 Reference:
     Charikar, Chen, Farach-Colton, Finding Frequent Items in Data Streams, 2002 (count sketch); Clarkson, Woodruff,
@@ -37,33 +40,34 @@ from lightning_obs.observers.statistic import Statistic, declared_statistics, in
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.planned_modules import PlannedModule
 
-#: of so many batches one is kept out
+#: one of so many batches is kept out
 KEPT_OUT_OF = 4
-#: of a sketch; up to so many tokens it is their inputs themselves, but for signs
+#: the number of rows of a sketch; a sketch of at most so many tokens holds their inputs themselves, with signs
 ROWS = 512
-#: how far the rows of each further 512 tokens are shifted, so that the first tokens of sequences, whose inputs are
-#: often the largest, meet in no row
+#: by how many rows each further 512 tokens are shifted, so that the first tokens of sequences, whose inputs are often
+#: the largest, are not added in the same row
 _STRIDE = 197
-#: how many modules are fitted twice at most
+#: the most modules that are fitted twice
 _MODULES = 8
-#: the most inputs of such a module: 1 GiB for a second Hessian
+#: the most input channels of such a module: its second Hessian takes 1 GiB then
 _MOST_INPUTS = 1 << 14
-#: base names of the sketches of inputs of batches that are fitted to, and that are kept out
+#: base names of the sketches: of inputs in batches that are fitted to, and in batches that are kept out
 _FITTED = "inputs fitted to"
 _KEPT_OUT = "inputs kept out"
-#: between the base name of a hold-out's observer and that of the module's own
+#: stands before the base names of a hold-out's observers, which differ by it from those of the module's own observers
 _PREFIX = "hold-out: "
 
 
 class InputSketch(Observer):
     """Adds up a module's inputs with random signs, so that errors of its outputs can be estimated later.
 
-    It observes ``(P, ..., C)``: P is 1, or 2 for pairs of an input in full precision and the quantized one, whose signs
-    are equal. ``sketch`` is ``(P, 512, C)`` in float32, for which ``|S d|^2`` is about the sum of ``(x d)^2`` over all
-    tokens x; with 512 tokens or fewer it is that sum.
+    A :class:`HoldOut` has two. They observe ``(P, ..., C)``: P is 1, or 2 for pairs of an input in full precision and
+    the same input of the quantized model, which get equal signs. ``sketch`` is ``(P, 512, C)`` in float32. For a sketch
+    S and a vector d, ``|S d|^2`` approximates the sum of ``(x d)^2`` over all tokens x; with 512 tokens or fewer the
+    two are equal.
 
     Attributes:
-        rank: of this process; the signs of ranks are independent.
+        rank: of this process; the signs of different ranks are independent.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("sketch", "sum", of_inputs=True),)
@@ -75,7 +79,7 @@ class InputSketch(Observer):
         self._tokens = 0  # observed since the last reset
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor]:
-        """The sketch of ``(P, ..., C)``."""
+        """The sketch of one input ``(P, ..., C)``; the base class adds it to the sketch so far."""
         rows = value.flatten(1, -2).float()
         tokens = rows.shape[1]
         signs, places = _signs_and_places(self._tokens, tokens, self.rank, rows.device)
@@ -85,20 +89,21 @@ class InputSketch(Observer):
 
     @override
     def reset(self, keep: Collection[str] = ()) -> None:
+        """Forget the sketch, and begin to count tokens anew."""
         super().reset(keep)
         self._tokens = 0
 
 
 @lru_cache(maxsize=4)
 def _signs_and_places(first: int, tokens: int, rank: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The signs of the tokens of a batch, ``(n, 1)``, 1 or -1, and their rows in a sketch, ``(n,)``.
+    """The signs of consecutive tokens, ``(n, 1)``, 1 or -1, and the rows of a sketch to which they are added, ``(n,)``.
 
-    They depend on nothing but the numbers of the tokens and of the rank. All modules of a batch share them.
+    Both depend only on the numbers of the tokens and on the rank, so all modules of a batch get the same.
 
     Args:
-        first: the number of the first token.
-        tokens: how many there are.
-        rank: that has seen them.
+        first: the number of the first token, counted since the last reset.
+        tokens: how many tokens there are.
+        rank: of this process.
         device: of the result.
 
     Reference:
@@ -115,11 +120,13 @@ def _signs_and_places(first: int, tokens: int, rank: int, device: torch.device) 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a batch among those of all ranks.
+    """The place of a batch among the batches of all ranks, which decides whether the batch is kept out.
+
+    Hooks make one for each observed input.
 
     Attributes:
-        number: of the batch.
-        rank: that runs it.
+        number: of the batch among those of all ranks, from 0.
+        rank: the rank that runs the batch.
     """
 
     number: int
@@ -127,7 +134,7 @@ class Place:
 
     @classmethod
     def of(cls, calls: ObservedCalls, collectives: Collectives) -> Place:
-        """The place of the present batch of this rank.
+        """The place of the batch that this rank runs now.
 
         >>> [Place.of(ObservedCalls(number=number), Collectives()).is_kept_out for number in range(4)]
         [False, False, False, True]
@@ -136,26 +143,29 @@ class Place:
 
     @property
     def is_kept_out(self) -> bool:
-        """Whether the batch is kept out: every fourth is."""
+        """Whether the batch is kept out of the second fit, as every fourth batch is."""
         return self.number % KEPT_OUT_OF == KEPT_OUT_OF - 1
 
     @property
     def is_sampled(self) -> bool:
-        """Whether errors are estimated on the batch, which is fitted to: every fourth is, too."""
+        """Whether errors are estimated on the batch although it is fitted to; another fourth of the batches is such."""
         return self.number % KEPT_OUT_OF == 1
 
 
 class HoldOut:
-    """The observers of one module that judge its fit: as the module's own, for the batches that are kept out alone.
+    """The observers that gather what judging the fit of one module's weight needs.
+
+    While data run, they gather from the batches that are kept out the statistics that the module's own observers gather
+    from all batches. :meth:`subtract_from` then turns these statistics into those of the other batches.
 
     Args:
         target: the module.
-        observer: of its weight, another than the module's own.
-        helpers: of its rounding, by base name.
+        observer: of the weight, with the class and options of the module's own observer.
+        helpers: of the weight's rounding, by base name.
 
     Attributes:
         target: as given.
-        observers: by base name.
+        observers: by base name, the observer, the helpers and two sketches.
     """
 
     def __init__(self, target: PlannedModule, observer: Observer, helpers: Mapping[str, Observer]) -> None:
@@ -168,18 +178,21 @@ class HoldOut:
 
     @property
     def by_key(self) -> dict[Key, Observer]:
-        """The observers by keys that no other observer has, to reduce their statistics over ranks."""
+        """The observers by keys of their own, with which ``finalize`` reduces their statistics over ranks."""
         return {(self.target.name, f"{_PREFIX}{base}"): observer for base, observer in self.observers.items()}
 
     @property
     def sketches(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The sketches of inputs that are fitted to, and that are kept out; None: either has seen none."""
+        """The sketches of inputs in batches that are fitted to, and in batches that are kept out.
+
+        None if either has observed nothing: there were fewer than four batches, or none reached the module.
+        """
         fitted = getattr(self.observers[_FITTED], "sketch", None)
         kept_out = getattr(self.observers[_KEPT_OUT], "sketch", None)
         return None if fitted is None or kept_out is None else (fitted, kept_out)
 
     def reset(self) -> None:
-        """Forget everything observed."""
+        """Forget everything that was observed; ``finalize`` calls this at its end."""
         for observer in self.observers.values():
             observer.reset()
 
@@ -189,8 +202,8 @@ class HoldOut:
         """Observe an input of the module; a hook calls this after the module's own observers.
 
         Args:
-            tokens: that count, ``(..., C)``, as the weight's observer gets them.
-            measured: by kind of observer, the measurements of ``tokens`` so far.
+            tokens: the tokens that count, ``(..., C)``, as the weight's observer gets them.
+            measured: by kind of observer, the statistics of ``tokens`` that were computed already.
             place: of the batch.
         """
         if place.is_kept_out:
@@ -202,16 +215,23 @@ class HoldOut:
             self._add_to_sketch(tokens.unsqueeze(0), place)
 
     def observe_pair(self, pair: torch.Tensor, measured: dict[Hashable, Any], place: Place) -> None:
-        """Observe an input in full precision and the quantized one, ``(2, ..., C)``; otherwise as :meth:`observe`."""
+        """Observe an input in full precision and the same input of the quantized model, ``(2, ..., C)``.
+
+        :class:`.PairedInputs` calls this; ``measured`` and ``place`` are as in :meth:`observe`.
+        """
         if place.is_kept_out:
             observe_inputs_shared(self.observers[INPUT_ERRORS], pair, measured)
         self._add_to_sketch(pair, place)
 
     def gradient_observer(self, place: Place) -> Observer | None:
-        """What observes the gradients at the module's outputs in a batch; None: nothing does."""
+        """The observer of the gradients at the module's outputs, if the batch is kept out and the rounding needs them.
+
+        :class:`.TokenWeights` asks for it when it runs a copy of the model backward.
+        """
         return self.observers.get(GRADIENTS) if place.is_kept_out else None
 
     def _add_to_sketch(self, value: torch.Tensor, place: Place) -> None:
+        """Add an input to the sketch of its part of the data; half of the batches are in no sketch."""
         if not (place.is_kept_out or place.is_sampled):
             return
         sketch: Any = self.observers[_KEPT_OUT if place.is_kept_out else _FITTED]
@@ -221,7 +241,9 @@ class HoldOut:
     # ------------------------------------------------------------------ when data have ended
 
     def subtract_from(self, own_observers: Mapping[str, Observer]) -> None:
-        """Turn the statistics of the batches that are kept out into those of all others.
+        """Turn the statistics of the batches that are kept out into those of all other batches.
+
+        ``finalize`` calls this before the second fit, once statistics were reduced over ranks.
 
         Args:
             own_observers: the module's own observers, by base name, with the statistics of all batches.
@@ -238,7 +260,7 @@ class HoldOut:
 
 
 def of_hold_out(key: Key) -> bool:
-    """Whether an observer is a hold-out's, whose data may be missing."""
+    """Whether a key is that of a hold-out's observer, which may lack data without an error."""
     return key[1].startswith(_PREFIX)
 
 
@@ -255,10 +277,12 @@ def is_fitted(observer: Observer) -> bool:
 
 
 def judged_targets(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> list[PlannedModule]:
-    """The modules whose fit is judged: at most 8 of those that are fitted, of each shape alike, spread over the model.
+    """Choose the modules whose fit is judged, when an observation begins: at most 8, spread over the model.
+
+    They are chosen among modules whose weights are fitted, with about the same number for each shape of the weight.
 
     Args:
-        targets: all planned modules, in their order.
+        targets: all planned modules, in the model's order.
         observers: of the plan.
     """
     by_shape = defaultdict[tuple[int, int], list[PlannedModule]](list)
@@ -280,7 +304,7 @@ def judged_targets(targets: Sequence[PlannedModule], observers: Mapping[Key, Obs
 
 
 def _spread(targets: Sequence[PlannedModule], number: int) -> list[PlannedModule]:
-    """So many of some modules, the middle ones of equal parts of them; all where there are no more."""
+    """Choose ``number`` of the modules at even distances; all, if there are no more."""
     if len(targets) <= number:
         return list(targets)
     return [targets[(2 * part + 1) * len(targets) // (2 * number)] for part in range(number)]

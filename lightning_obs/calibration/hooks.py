@@ -193,7 +193,7 @@ class _SharedByHooks:
         experts: the model's experts; None: the model has none.
         fused_sets: by module name, the names of the modules of its fused set; without modules that are in no set.
         token_weights: how much each token counts in the observation of weights; None: all tokens count alike.
-        collectives: of the observation; they tell which rank this is.
+        collectives: of the observation; they tell the place of this rank's batches among those of all ranks.
     """
 
     def __init__(self, observation: Observation, token_weights: TokenWeights | None) -> None:
@@ -220,7 +220,8 @@ class _ActivationHook:
         target: the module.
         observers: of the activation.
         weight_observers: of the module's weight, which gather statistics of the module's inputs.
-        hold_out: judges the fit of the module's weight; None: the fit is not judged.
+        hold_out: of the module, which observes the inputs, too, to judge the fit of its weight; None: the fit is not
+            judged.
     """
 
     def __init__(

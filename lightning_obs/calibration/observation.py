@@ -58,14 +58,15 @@ class Observation:
         plan: the modules that will be quantized.
         engines: by engine's name, its verdict on the checkpoint that the calibration will give.
         observers: the observers of the plan, by module name and base name.
-        data_observers: the observers that data reach: those of the plan that need data, and helper observers.
-        hold_outs: by module name, the observers that judge its fit; a few modules have them.
+        data_observers: the observers that observe data: those of the plan that need data, and helper observers.
+        hold_outs: by name of a few modules, the observers that judge how well the fit of its weight to the data holds on
+            other data (:mod:`.hold_out`).
         experts: the model's experts; None: it has none.
         inseparable: groups of names of modules that are quantized together or not at all.
         collectives: how this rank communicates with the other ranks.
         calls: the record of the calls of the model so far.
         progress: called with each weight that this rank has searched.
-        judges_fit: whether the fit of weights to data is judged.
+        judges_fit: whether the fit of weights to the data is judged; False while candidates are tried or weights train.
         is_fitting: whether an error would end a training; modules that no data reached are then left in float.
         unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.
         lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
@@ -163,14 +164,14 @@ class Observation:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether any weight is fitted to data, and that is judged."""
+        """Whether some weight is fitted to data and the fit is judged; the result then says how it went."""
         return self.judges_fit and any(
             base == "weight" and is_fitted(observer) for (_, base), observer in self.observers.items()
         )
 
     @property
     def all_observers(self) -> list[Observer]:
-        """The observers of the plan, helper observers, and those that judge the fit."""
+        """The observers of the plan, helper observers, and the observers of hold-outs: all that can be reset."""
         observers = list((self.observers | self.data_observers).values())
         for hold_out in self.hold_outs.values():
             observers += hold_out.observers.values()
@@ -309,7 +310,7 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
 
 
 def _make_hold_outs(plan: Plan, observers: Mapping[Key, Observer]) -> dict[str, HoldOut]:
-    """Observers that judge the fit of a few modules, whose own observers they leave alone."""
+    """Make the hold-outs of a few modules; their observers are others than those of the plan."""
     hold_outs: dict[str, HoldOut] = {}
     for target in judged_targets(plan.targets, observers):
         observer = make_observer("weight", target.args["weight"])
@@ -433,13 +434,13 @@ class CalibrationResult:
             other experts (``on_missing="siblings"``).
         grids: how much of each weight lies on a grid, by the name of its module, where the observer ``lattice`` looked
             for one: the shares of its scales that give a grid, and that store their values bit for bit.
-        is_fitted: whether weights are fitted to data, by their observers or by rounding, and that was to be judged.
-        fit_errors: by module, of a few of those that are fitted, how large the errors of its outputs are if it is
-            fitted without every fourth batch: :data:`~lightning_obs.calibration.fit_errors.FitErrors`. Empty: no batch
-            was kept out.
+        is_fitted: whether weights were fitted to data, by their observers or by rounding, and the fit was to be judged.
+        fit_errors: by name of a few modules with fitted weights, the errors of its outputs if the weight is fitted
+            without every fourth batch: :data:`~lightning_obs.calibration.fit_errors.FitErrors`. Empty: nothing could be
+            kept out.
         plan: what was known of the quantized model before the data.
         ranks: how many ranks took part.
-        collectives: how many collectives reduced their statistics.
+        collectives: how many collectives the calibration used.
     """
 
     scheme: str

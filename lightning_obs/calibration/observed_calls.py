@@ -22,7 +22,7 @@ class ObservedCalls:
 
     Attributes:
         batches: how many batches (usually calls of the model) were observed.
-        number: of the present batch, from 0, where batches run again; None: it is the last of ``batches``.
+        number: the number of the present batch, from 0, if batches run several times; None: it is ``batches - 1``.
         measurements: how often the statistics of an activation were computed; modules that read one tensor share them.
         is_paused: whether hooks ignore the calls of the model, although they are attached.
         mask: the mask of the present call, on the CPU, nonzero for the tokens ``(batch, tokens)`` or samples
@@ -44,7 +44,10 @@ class ObservedCalls:
 
     @property
     def present_number(self) -> int:
-        """The number of the present batch of this rank, from 0; -1 where calls are not counted."""
+        """The number of the batch that this rank runs now, from 0; -1 before the first counted batch.
+
+        :meth:`.Place.of` asks for it, to decide whether the batch is kept out.
+        """
         return self.batches - 1 if self.number is None else self.number
 
     def paused(self) -> AbstractContextManager[None]:

@@ -39,9 +39,9 @@ class PairedInputs:
         model: the model that runs; transformers' models are known to be batch first.
         observers: the planned modules of the step, each with its :class:`.InputErrors`.
         calls: has the mask of the present batch.
-        token_weights: has the weights of its tokens; None: all count alike.
-        hold_outs: by module name, what judges its fit.
-        collectives: of this rank.
+        token_weights: has the weights of the tokens of the present batch; None: all tokens count alike.
+        hold_outs: by name of a module whose fit is judged, its hold-out, which observes the pairs, too.
+        collectives: of this rank; they tell the place of its batches among those of all ranks.
     """
 
     def __init__(

@@ -173,7 +173,11 @@ class CalibrationSession:
         self.observation.progress = progress
 
     def judge_no_fit(self) -> None:
-        """Do not judge whether weights fit other data, where candidates are tried, or weights are trained."""
+        """Do not judge how well fitted weights hold on other data.
+
+        Called before the data by :func:`~lightning_obs.sensitivity`, which only tries candidates, and by quantized
+        training, whose weights change.
+        """
         self.observation.judges_fit = False
         self.observation.hold_outs.clear()
 
@@ -304,7 +308,11 @@ class CalibrationSession:
         self.observation.calls.batches += number
 
     def number_batch(self, number: int | None) -> None:
-        """Say which batch of this rank runs next, from 0, where batches run again; None: batches are counted."""
+        """Say which batch of this rank runs next; the calibration from files runs each batch once for each block.
+
+        Args:
+            number: of the batch, from 0; None: batches run once and are counted.
+        """
         self.observation.calls.number = number
 
     # ------------------------------------------------------------------ finish

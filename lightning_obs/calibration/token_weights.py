@@ -188,7 +188,7 @@ class TokenWeights:
         return hook
 
     def _output_observers(self, name: str) -> list[Observer]:
-        """The observers of the gradients at a module's outputs in the present batch."""
+        """The observers that take the gradients at a module's outputs in the present batch; empty if none does."""
         observers = []
         observer = self._observation.data_observers.get((name, GRADIENTS))
         if observer is not None:
@@ -318,9 +318,9 @@ def _take_gradient(
     Args:
         weights: by number of the call, the token weights, to which the squared gradient is added.
         call: the number of the call.
-        output_observers: gather ``sum |x|^2 g g^T``; none: the rows of the weight are rounded one by one.
-        token_lengths: ``|x|`` of the call's input, ``(..., 1)``; given with ``output_observers``.
-        gradient: ``(..., R)``.
+        output_observers: gather ``sum |x|^2 g g^T`` for the rounding; empty: rows are rounded independently.
+        token_lengths: ``|x|`` of each token of the call's input, ``(..., 1)``; None without ``output_observers``.
+        gradient: g, the gradient at the output, ``(..., R)``.
     """
     weights[call] = weights.get(call, 0) + gradient.float().square().sum(-1)
     if token_lengths is None:
