@@ -59,7 +59,7 @@ class Observation:
         engines: by engine's name, its verdict on the checkpoint that the calibration will give.
         observers: the observers of the plan, by module name and base name.
         data_observers: the observers that observe data: those of the plan that need data, and helper observers.
-        hold_outs: by name of a few modules, the observers that judge how well the fit of its weight to the data holds on
+        hold_outs: by name of a few modules, the observers that judge how far the fit of the module's weight holds on
             other data (:mod:`.hold_out`).
         experts: the model's experts; None: it has none.
         inseparable: groups of names of modules that are quantized together or not at all.
