@@ -184,9 +184,9 @@ def percentile_range(
     Called by the percentile observer when qparams are computed.
 
     The upper end is the smallest value with at least ``percentile`` percent of the values at or below it; the lower end
-    is the largest value with as many at or above it. With n sorted values, numbered from 0, and ``k = ceil(n *
-    percentile / 100)``, the range is from value ``n - k`` to value ``k - 1``. Both ends are values of the data, never
-    between two of them; numpy calls this method ``inverted_cdf``.
+    is the largest value with as many at or above it. With n sorted values, numbered from 0, and
+    ``k = ceil(n * percentile / 100)``, the range is from value ``n - k`` to value ``k - 1``. Both ends are values of
+    the data, never between two of them; numpy calls this method ``inverted_cdf``.
 
     Args:
         counts: ``(65536,)``.

@@ -4,12 +4,12 @@ The observer ``hessian`` calls :func:`descend`. With d the error of a weight's r
 the expected squared error of the row's output is ``d H d^T``. It depends on all scales of the row together.
 
 Method. Coordinate descent: the candidates of one scale are compared while the row's other scales stay as they are. With
-d the error of the scale's group g and D the error of the rest of the row, a candidate's error is ``d H_gg d^T + 2 (D
-H)_g d^T``. Scales are chosen one column of groups after the other, in several sweeps over the row. The first sweep
-tries the candidates of the search. Each later sweep tries as many candidates around the chosen range, at first in the
-search's steps, then in halves of them, then in quarters: a range that differs by a percent rounds some values to other
-integers, whose errors may cancel. Every value is rounded to nearest; only ranges are chosen. Rows do not depend on each
-other, except rows that share a scale.
+d the error of the scale's group g and D the error of the rest of the row, a candidate's error is
+``d H_gg d^T + 2 (D H)_g d^T``. Scales are chosen one column of groups after the other, in several sweeps over the row.
+The first sweep tries the candidates of the search. Each later sweep tries as many candidates around the chosen range,
+at first in the search's steps, then in halves of them, then in quarters: a range that differs by a percent rounds some
+values to other integers, whose errors may cancel. Every value is rounded to nearest; only ranges are chosen. Rows do
+not depend on each other, except rows that share a scale.
 
 The choice: all candidates of a few rows are measured at once, because the product with ``H_gg`` takes most of the time.
 The trade-off: the errors of these rows' candidates take memory.
