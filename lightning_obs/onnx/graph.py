@@ -23,9 +23,9 @@ def finish(model: Any, names: Collection[str], output_names: Sequence[str]) -> N
     """Finish a traced graph: what engines need in another form, and what the exporter has left.
 
     Batch norms are folded, a ReLU comes before the quantization that it reads, products of dynamic ranges become
-    products of integers, pools of integers give integers, sums before layer norms are kept apart, 4-bit integers are
-    stored in 4 bits, nodes are named after modules, outputs after what the model returns; unused nodes and the
-    exporter's notes are removed. No number changes.
+    products of integers, pools and upsampling to the nearest value give integers where they read integers, sums before
+    layer norms are kept apart, 4-bit integers are stored in 4 bits, nodes are named after modules, outputs after what
+    the model returns; unused nodes and the exporter's notes are removed. No number changes.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
@@ -42,8 +42,8 @@ def finish(model: Any, names: Collection[str], output_names: Sequence[str]) -> N
     for product in products:
         _multiply_integers(model.graph, product)
     for node in list(model.graph):
-        if node.op_type == "MaxPool":
-            _quantize_pool(model.graph, node)
+        if node.op_type == "MaxPool" or _is_nearest_resize(node):
+            _quantize_selection(model.graph, node)
         elif node.op_type == "LayerNormalization":
             _keep_sum_apart(node)
     _store_4_bit(model.graph, names)
@@ -204,27 +204,40 @@ def _multiply_integers(graph: Any, product: Any) -> None:
     graph.remove(product, safe=True)
 
 
-def _quantize_pool(graph: Any, pool: Any) -> None:
-    """Quantize the output of a MaxPool whose input was quantized: its values are there already, so they stay.
+def _is_nearest_resize(node: Any) -> bool:
+    """Whether a node is a Resize that copies the nearest values, as upsampling in a Unet does."""
+    if node.op_type != "Resize":
+        return False
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+    is_nearest = attributes.get("mode", "nearest") == "nearest"
+    return is_nearest and attributes.get("coordinate_transformation_mode") != "tf_crop_and_resize"
 
-    Engines pool integers only where the output is quantized as the input is, and a residual sum that reads it is
-    computed with integers only where it is quantized.
+
+def _quantize_selection(graph: Any, selection: Any) -> None:
+    """Quantize the output of a node that selects values of a quantized input: they are there already, so they stay.
+
+    Engines pool and resize integers only where the output is quantized as the input is. A residual sum or a
+    concatenation that reads it is computed with integers only where it is quantized.
+
+    Args:
+        graph: changed in place.
+        selection: a MaxPool, or a Resize that copies the nearest values. One with an input in float stays.
     """
-    dequantize = pool.inputs[0].producer()
+    dequantize = selection.inputs[0].producer()
     is_quantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
-    if not is_quantized or len(pool.outputs) > 1:
+    if not is_quantized or len(selection.outputs) > 1:
         return
-    output = pool.outputs[0]
+    output = selection.outputs[0]
     quantize = ir.node("QuantizeLinear", [output, *dequantize.inputs[1:]])
     dequantize_again = ir.node("DequantizeLinear", [quantize.outputs[0], *dequantize.inputs[1:]])
     result = dequantize_again.outputs[0]
     result.shape, result.type = output.shape, output.type
     for node in (quantize, dequantize_again):
-        node.metadata_props.update(pool.metadata_props)
+        node.metadata_props.update(selection.metadata_props)
     for node, index in list(output.uses()):
         if node is not quantize:
             node.replace_input_with(index, result)
-    graph.insert_after(pool, [quantize, dequantize_again])
+    graph.insert_after(selection, [quantize, dequantize_again])
 
 
 def _keep_sum_apart(layer_norm: Any) -> None:

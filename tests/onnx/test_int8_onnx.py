@@ -714,6 +714,31 @@ def test_a_sum_that_reads_a_pool_is_computed_with_integers(tmp_path):
         torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.last.output_scale))
 
 
+class Decoder(nn.Module):
+    """As a Unet has it: small features are enlarged and joined with large ones."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.large = nn.Sequential(convolution(3), nn.ReLU())
+        self.small = nn.Sequential(nn.Conv2d(16, 16, 3, stride=2, padding=1), nn.ReLU())
+        self.upsample, self.last = nn.Upsample(scale_factor=2, mode=mode), convolution(32)
+
+    def forward(self, image):
+        large = self.large(image)
+        return self.last(torch.cat([self.upsample(self.small(large)), large], 1))
+
+
+@pytest.mark.parametrize(("mode", "joined_in"), [("nearest", "QLinearConcat"), ("bilinear", "Concat")])
+def test_a_concatenation_that_reads_the_nearest_values_is_of_integers(tmp_path, mode, joined_in):
+    model, _ = calibrated(Decoder(mode))
+    x = torch.randn(1, 3, 12, 12)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert (operations["QLinearConv"], operations["Resize"], operations[joined_in]) == (3, 1, 1)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=2 * float(model.last.output_scale))
+
+
 def test_an_input_that_reads_other_tensors_too_has_a_range_of_its_own():
     model, session = calibrated(Pooled(twice=True))
     assert session.observation.calls.readers.sources["second"] is None
