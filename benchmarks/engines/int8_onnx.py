@@ -307,8 +307,8 @@ def write_files(case: Case, methods: Sequence[str], folder: Path) -> dict[str, P
 def calibrated(case: Case, scheme: str) -> nn.Module:
     """A copy of the model, calibrated with the same data."""
     model = copy.deepcopy(case.model)
-    classes = {type(module).__name__ for module in model.modules()}
-    targets = None if scheme == "INT8_ONNX" else sorted(classes & {"Linear", "Conv1d", "Conv2d"})
+    products = [module for module in model.modules() if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d))]
+    targets = None if scheme == "INT8_ONNX" else sorted({type(module).__name__ for module in products})
     with CalibrationSession(model, scheme, targets=targets), torch.no_grad():
         for batch in case.calibration:
             model(batch)
