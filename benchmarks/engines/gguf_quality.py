@@ -52,6 +52,7 @@ LLAMA_CPP = Path(os.environ.get("LLAMA_CPP", ROOT / ".venv-llama-cpp" / "llama.c
 TOKENS = 512
 _IMATRIX = {"name": "imatrix_mse", "norm": 2.0}
 _ROUNDING = {"name": "gptq"}
+_QUANTIZED_INPUTS = {"name": "gptq", "inputs": "quantized"}
 
 
 class Row(NamedTuple):
@@ -68,18 +69,23 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}  # noqa: RUF012
 
 
-def ours(scheme: str, *, signed: bool, rounding: bool = True, weigh_tokens: bool = False) -> Row:
-    observer = {**_IMATRIX, "signed": signed, "weigh_tokens": weigh_tokens}
-    return Row(scheme, None, {"observers": {"weight": observer}, "rounding": _ROUNDING if rounding else None})
+def with_data(scheme: str, *, signed: bool, rounding: dict[str, Any] = _ROUNDING) -> Row:
+    return Row(scheme, None, {"observers": {"weight": {**_IMATRIX, "signed": signed}}, "rounding": rounding})
+
+
+def accurate(scheme: str, **options: Any) -> Row:
+    return Row(scheme, None, {"recipe": "accurate", **options})
 
 
 ROWS = {
     "llama-quantize Q4_0": Row("Q4_0", False),
     "llama-quantize Q4_0, llama-imatrix": Row("Q4_0", True),
     "Q4_0 without data": Row("Q4_0"),
-    "Q4_0, gptq": ours("Q4_0", signed=True),
-    "Q4_0, gptq, weigh_tokens": ours("Q4_0", signed=True, weigh_tokens=True),
-    "Q4_1, gptq": ours("Q4_1", signed=False),
+    "Q4_0, gptq": with_data("Q4_0", signed=True),
+    "Q4_0, gptq on quantized inputs": with_data("Q4_0", signed=True, rounding=_QUANTIZED_INPUTS),
+    "Q4_0, recipe=accurate": accurate("Q4_0"),
+    "Q4_0, recipe=accurate on quantized inputs": accurate("Q4_0", rounding=_QUANTIZED_INPUTS),
+    "Q4_1, gptq": with_data("Q4_1", signed=False),
     "Q8_0 without data": Row("Q8_0"),
     "int4 in groups of 32, scales of float32": Row({"weights": {"num_bits": 4, "group_size": 32}}),
 }
