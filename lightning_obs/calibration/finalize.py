@@ -218,7 +218,14 @@ class _Finalization:
         return searched
 
     def _compute_and_check(self, activation_qparams: Mapping[Key, QParamsDict]) -> None:
-        """Compute the qparams of all modules in the dtypes in which they are stored, and check them."""
+        """Compute the qparams of all modules in the dtypes in which they are stored, and check them.
+
+        Args:
+            activation_qparams: the result of :meth:`_compute_activations`; those of weights come from their observers.
+
+        Raises:
+            CalibrationError: scales are not finite and positive, or have the wrong number of attention heads.
+        """
         with self.stretch:
             for target in self.observation.plan.targets:
                 if target.name not in self.skipped and target.args:
@@ -560,7 +567,10 @@ def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mappi
 
 
 def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """By module name, the smallest and largest input that was observed, if some observer of the input keeps them."""
+    """By module name, the smallest and largest input that was observed; for the result.
+
+    Modules are left out if no observer of their inputs keeps these values.
+    """
     ranges = {}
     for (name, _), observer in observers.items():
         if observer.base_name == "input" and observer.keeps_extremes and observer.has_statistics:
@@ -569,7 +579,7 @@ def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float
 
 
 def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """By module name, the range from which the scale of its input was computed."""
+    """By module name, the range from which the scale of its input was computed; for the result."""
     ranges = {}
     for (name, base), observer in observers.items():
         if base == "input" and observer.has_statistics:
@@ -579,7 +589,7 @@ def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, 
 
 
 def _grids(observers: Mapping[Key, Observer]) -> dict[str, GridShares]:
-    """By module name, how much of the weight lies on a grid, for weights with the observer ``lattice``."""
+    """By module name, how much of the weight lies on a grid, if its observer is ``lattice``; for the result."""
     grids = {}
     for (name, _), observer in observers.items():
         if isinstance(observer, LatticeObserver) and observer.has_statistics:

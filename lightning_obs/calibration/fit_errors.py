@@ -147,7 +147,10 @@ def _output_error(sketch: torch.Tensor, weight: torch.Tensor, quantized: torch.T
 
 
 def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
-    """The relative change of squared output errors that fitting makes: on batches fitted to, and on batches kept out.
+    """The relative change of squared output errors by fitting: on batches fitted to, and on batches kept out.
+
+    -0.5 says that fitted weights make half of the errors of weights without data. The summary of a result, the warning
+    and the report's next steps show these numbers.
 
     Args:
         errors: by module name; relative errors of the modules are added up.
@@ -191,6 +194,7 @@ def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
 
 
 def _signed_percent(share: float) -> str:
+    """A share as a percentage with its sign: ``-50.0 %``."""
     return f"{100 * share:+.1f} %"
 
 

@@ -272,7 +272,10 @@ def _can_be_judged(observer: Observer) -> bool:
 
 
 def is_fitted(observer: Observer) -> bool:
-    """Whether an observer of a weight, or the rounding after it, fits the weight to data."""
+    """Whether an observer of a weight, or the rounding after it, fits the weight to data.
+
+    Asked when the modules to judge are chosen, and when a result says whether anything was fitted.
+    """
     return observer.needs_inputs or observer.rounding is not None
 
 

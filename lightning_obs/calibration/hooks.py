@@ -514,7 +514,10 @@ class ModelCalls:
 
 
 def _arguments_by_name(model: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    """All arguments of a call, by name; if they do not fit the forward's signature, the keyword arguments alone."""
+    """All arguments of a call of the model, by name, among which the token mask is looked up.
+
+    If the arguments do not fit the forward's signature, the keyword arguments alone.
+    """
     with suppress(TypeError, ValueError):
         bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
         return {**bound.arguments, **bound.kwargs}

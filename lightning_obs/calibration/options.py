@@ -171,8 +171,8 @@ class CalibrationOptions:
     def names(owner: type) -> list[str]:
         """Names of the keyword-only arguments of the constructors of ``owner`` and its bases.
 
-        Of this class they are the fields beside the scheme. Callables with ``**options`` use them to refuse unknown
-        keywords.
+        For ``CalibrationOptions`` these are all fields except ``scheme``. Callables with ``**options`` use the names to
+        refuse unknown keywords.
         """
         names: dict[str, None] = {}
         for base in owner.__mro__:
@@ -241,6 +241,7 @@ def takes_keywords_of(source: Callable[..., Any]) -> Callable[[_Taker], _Taker]:
     """
 
     def decorated(taker: _Taker) -> _Taker:
+        """Set ``__signature__`` of the callable, and return it."""
         written = signature(taker, eval_str=True)
         parameters = []
         for parameter in written.parameters.values():

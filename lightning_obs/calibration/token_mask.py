@@ -74,7 +74,16 @@ class TokenSelection:
         return rows
 
     def _remember_layout(self, value: torch.Tensor, counts: torch.Tensor, name: str) -> None:
-        """Remember whether an activation has the samples in its first axis; a square activation does not show it."""
+        """Remember for a module whether its activations have the samples in the first axis.
+
+        Called for each activation before its rows are selected. An activation with as many samples as tokens does not
+        show its layout, so it is ignored.
+
+        Args:
+            value: the activation.
+            counts: the mask as booleans.
+            name: of the module.
+        """
         if value.ndim == 2:
             has_samples_first = len(value) == len(counts)
         elif value.ndim == 3 and value.shape[0] != value.shape[1]:

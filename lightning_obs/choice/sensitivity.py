@@ -325,7 +325,11 @@ def _by_name(schemes: Schemes) -> dict[str, Candidate | None]:
 
 
 def _presets_by_name(presets: Sequence[str | None]) -> dict[str, Candidate | None]:
-    """The presets of a list by their names; None is full precision, under the name :data:`FULL_PRECISION`."""
+    """Turn a list of presets into candidates by name; None is full precision, named :data:`FULL_PRECISION`.
+
+    Raises:
+        CalibrationError: an entry is no name of a preset, or a name is listed twice.
+    """
     unnamed = [repr(scheme) for scheme in presets if scheme is not None and not isinstance(scheme, str)]
     refuse(
         unnamed,
