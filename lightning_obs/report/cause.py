@@ -40,7 +40,10 @@ def layer_losses(report: Report) -> list[LayerLoss]:
 
 
 def total_loss(layers: Iterable[LayerLoss]) -> float:
-    """The sum of the layers' losses."""
+    """The sum of the layers' losses.
+
+    Causes and next steps are judged by shares of it.
+    """
     return sum(layer.loss for layer in layers)
 
 
@@ -82,6 +85,8 @@ def _has_unquantized_input(report: Report, name: str) -> bool:
 
 def noise_share(sqnr: float | None) -> float:
     """Noise for a unit of signal; a layer loses no more than all.
+
+    The loss of a layer where no plan has estimated one.
 
     >>> noise_share(10.0), noise_share(-3.0), noise_share(None)
     (0.1, 1.0, 0.0)

@@ -29,6 +29,9 @@ class LayerChange(NamedTuple):
 def read_earlier(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read the ``report.json`` of an earlier run.
 
+    Called for ``against``: at once by the command line, so that a wrong path is an error before the run, and by the
+    page.
+
     Args:
         path: of the file, or of the folder that holds it.
 

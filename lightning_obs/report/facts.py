@@ -180,7 +180,10 @@ class Report:
 
     @classmethod
     def of(cls, title: str, **facts: Any) -> Report:
-        """A report from facts by name: fields of :class:`Report` and of the classes of its parts."""
+        """A report from facts by name: fields of :class:`Report` and of the classes of its parts.
+
+        Callbacks and tasks make their reports by it.
+        """
         of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
         for name, fact in facts.items():
             of_part[_PART_OF_FACT[name]][name] = fact
@@ -191,7 +194,10 @@ class Report:
 
     @property
     def lost(self) -> str:
-        """The measure that layers are compared by: the loss that a plan estimated, else the noise of their outputs."""
+        """The measure that layers are compared by: the loss that a plan estimated, else the noise of their outputs.
+
+        Causes, next steps and a column of the page name it.
+        """
         return "estimated loss" if self.decisions.losses else "noise"
 
     @property
@@ -213,7 +219,8 @@ class Report:
     def poor_layers(self) -> list[str]:
         """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 
-        Modules that must share a scheme (q, k, v; gate, up: ``result.plan.fused``) are named together.
+        A next step proposes to leave them in float. Modules that must share a scheme (q, k, v; gate, up:
+        ``result.plan.fused``) are named together.
         """
         poor: dict[str, None] = {}
         for error in self.errors:

@@ -32,47 +32,47 @@ _HEADLINES: dict[Grade, str] = {
 _ARROW = "\N{RIGHTWARDS ARROW}"
 
 
-class Sign(NamedTuple):
-    """A number of the run, as text, and its grade."""
+class GradedNumber(NamedTuple):
+    """A number of the run as the page shows it: its label, its text and its grade."""
 
     label: str
     value: str
     grade: Grade
 
 
-def signs_of(report: Report) -> list[Sign]:
+def graded_numbers(report: Report) -> list[GradedNumber]:
     """The run's numbers with their grades: its metrics, the predictions, and training against calibration.
 
     Called by :func:`~lightning_obs.report.judgement.judge`, which takes the worst grade for the run.
     """
     texts = facts(report, _ARROW)
-    signs = []
+    numbers = []
     for name, (before, after) in report.quality.metrics.items():
         if before is not None and after is not None:
             kind = report.quality.kind_of(name)
             grade = metric_grade(kind, before, after, has_logits=report.quality.moved is not None)
-            signs.append(Sign(name, texts[name], grade))
+            numbers.append(GradedNumber(name, texts[name], grade))
     if report.quality.moved is not None:
         divergence = _by_limits(report.quality.moved.divergence, NATS)
         agreement = _by_limits(report.quality.moved.agreement, AGREEMENT)
-        signs.append(Sign("KL [nats]", texts["KL [nats]"], divergence))
-        signs.append(Sign("same top-1 [%]", texts["same top-1 [%]"], agreement))
-    return [*signs, *_training_signs(report)]
+        numbers.append(GradedNumber("KL [nats]", texts["KL [nats]"], divergence))
+        numbers.append(GradedNumber("same top-1 [%]", texts["same top-1 [%]"], agreement))
+    return [*numbers, *_numbers_of_training(report)]
 
 
-def worst_grade(signs: Sequence[Sign]) -> Grade:
-    """The worst grade of a run's signs; "not measured" without any."""
-    grades = [sign.grade for sign in signs]
+def worst_grade(numbers: Sequence[GradedNumber]) -> Grade:
+    """The worst grade of a run's numbers; "not measured" without any."""
+    grades = [number.grade for number in numbers]
     for grade in ("broken", "usable", "good", "not graded"):
         if grade in grades:
             return grade
     return "not measured"
 
 
-def headline(report: Report, grade: Grade, signs: Sequence[Sign]) -> str:
+def headline(report: Report, grade: Grade, numbers: Sequence[GradedNumber]) -> str:
     """The grade in a sentence, which also says whether training made the model worse."""
     if grade == "not graded":
-        names = " and ".join(sign.label for sign in signs)
+        names = " and ".join(number.label for number in numbers)
         return f"Not graded: which values of {names} are good is not known."
     sentence = _HEADLINES[grade]
     if worse_than_calibrated(report):
@@ -169,13 +169,13 @@ def _by_limits(value: float, limits: tuple[float, float]) -> Grade:
     return "broken"
 
 
-def _training_signs(report: Report) -> list[Sign]:
+def _numbers_of_training(report: Report) -> list[GradedNumber]:
     """Each metric before and after training; a model that training made worse is at most usable.
 
     A metric of which nobody knows which values are better is not graded, nor one that is not finite.
     """
     worse = worse_than_calibrated(report)
-    signs = []
+    numbers = []
     for name, calibrated in report.quality.calibrated.items():
         _, after = report.quality.metrics.get(name, (None, None))
         if after is None:
@@ -187,5 +187,5 @@ def _training_signs(report: Report) -> list[Sign]:
         elif not math.isfinite(calibrated) or _worsening(kind, calibrated, after) is None:
             grade = "not graded"
         text = metric_text(kind, calibrated, after, _ARROW)
-        signs.append(Sign(f"{name} since calibration", text, grade))
-    return signs
+        numbers.append(GradedNumber(f"{name} since calibration", text, grade))
+    return numbers

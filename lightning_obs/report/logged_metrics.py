@@ -63,6 +63,8 @@ def metric_kind(name: str, higher_is_better: bool | None = None) -> MetricKind:
 def sorted_metrics(metrics: Mapping[str, _Value], higher_is_better: Mapping[str, bool]) -> dict[str, _Value]:
     """Metrics in an order that does not depend on that of ``self.log``: by kind, unknown ones last, then by name.
 
+    Called where a report is made.
+
     >>> list(sorted_metrics({"power": 1, "val_loss": 2, "acc": 3, "perplexity": 4}, {}))
     ['perplexity', 'val_loss', 'acc', 'power']
     """

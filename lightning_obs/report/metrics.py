@@ -345,7 +345,10 @@ class LayerSums:
         self.high = -self.low
 
     def update(self, name: str, error: ErrorSums) -> None:
-        """Add the error of a tensor of one layer."""
+        """Add the error of a tensor of one layer.
+
+        Called in a hook, while the model runs.
+        """
         self._pending.append((self._rows[name], error))
         if len(self._pending) >= _PENDING:
             self._add_up()
@@ -381,7 +384,10 @@ class LayerSums:
         return self.sums[:, SUMS.index(name)]
 
     def compute(self) -> dict[str, torch.Tensor]:
-        """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known."""
+        """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known.
+
+        Called when the model has run, and reads the device once.
+        """
         self._add_up()
         numbers = {name: number(self) for name, number in NUMBERS.items()}
         numbers["low"] = self.low.where(self.low.isfinite(), torch.nan)
@@ -389,7 +395,10 @@ class LayerSums:
         return numbers
 
     def errors(self) -> dict[str, TensorError]:
-        """The numbers of each layer that ran, by name."""
+        """The numbers of each layer that ran, by name.
+
+        Called when the model has run; a :class:`.LayerError` is made of them.
+        """
         columns = {key: values.tolist() for key, values in self.compute().items()}
         has_run = (self.low.isfinite() | (self.of("values") > 0)).tolist()
         errors: dict[str, TensorError] = {}
@@ -463,7 +472,10 @@ class ScaleDrift:
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
-        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again."""
+        """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again.
+
+        Called at the end of each calibration of a callback.
+        """
         self.steps.append(step)
         for name, scale in qparams.items():
             if not name.endswith("_scale") or name.endswith("_global_scale"):
@@ -479,6 +491,8 @@ class ScaleDrift:
 
     def numbers(self) -> dict[str, float]:
         """The largest and the mean drift at the last step; empty until scales were added twice.
+
+        Callbacks log them.
 
         >>> drift = ScaleDrift()
         >>> for step, scale in enumerate((1.0, 2.0)):

@@ -84,7 +84,10 @@ def percent(change: float) -> str:
 
 
 def folder_size(folder: str | os.PathLike[str]) -> int:
-    """Bytes of all files below a folder."""
+    """Bytes of all files below a folder.
+
+    Called for the size of a checkpoint.
+    """
     size = 0
     for path in Path(folder).rglob("*"):
         if path.is_file():
@@ -94,6 +97,8 @@ def folder_size(folder: str | os.PathLike[str]) -> int:
 
 def finite(value: Any, digits: int = 17) -> Any:
     """Floats with this many significant digits, NaN and infinity as None, in dicts and lists too.
+
+    ``report.json`` is written of it.
 
     >>> finite({"loss": [1.0, math.nan]})
     {'loss': [1.0, None]}

@@ -122,7 +122,10 @@ def as_json(data: Any) -> str:
 
 
 def layer_row(error: LayerError) -> dict[str, Any]:
-    """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known."""
+    """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known.
+
+    A row of the page's table, of ``layers.csv`` and of the loggers' table.
+    """
     row: dict[str, Any] = {"name": error.name, "sqnr": error.sqnr, "clipped": error.clipped, "feeds": error.feeds}
     for base_name in ("weight", "input", "output"):
         tensor_error = getattr(error, base_name)
@@ -176,7 +179,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["frontier"] = report.decisions.frontier
     data["scores"] = report.decisions.scores
     data["judgement"] = asdict(judgement)
-    data["judgement"]["signs"] = [sign._asdict() for sign in judgement.signs]
+    data["judgement"]["numbers"] = [number._asdict() for number in judgement.numbers]
     data["sizes"] = report.written.sizes
     data["provenance"] = {**provenance(report.options, report.result), **report.provenance}
     data["summary"] = _summary(report, judgement)
@@ -206,14 +209,18 @@ def _add_changes(data: dict[str, Any]) -> None:
 
 
 def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
-    """The facts beside the judgement, without its signs: ``[{"label", "value"}]``."""
+    """The facts that the page lists below the judgement, but for the numbers that the judgement shows.
+
+    Returns:
+        ``[{"label": ..., "value": ...}]``, for the page and ``report.json``.
+    """
     texts: dict[str, str] = {}
     if report.result is not None:
         texts |= report.result.facts()
     texts |= facts(report, "\N{RIGHTWARDS ARROW}")
     omitted = set(_LEFT_OUT)
-    for sign in judgement.signs:
-        omitted.add(sign.label)
+    for number in judgement.numbers:
+        omitted.add(number.label)
     entries: list[dict[str, str]] = []
     for name, text in texts.items():
         if name not in omitted:

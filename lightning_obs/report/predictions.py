@@ -105,7 +105,10 @@ class Comparison:
 
     @torch.no_grad()
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
-        """Add the positions of two tensors of logits, ``(positions, classes)``."""
+        """Add the positions of two tensors of logits, ``(positions, classes)``.
+
+        Called for each batch, in float32.
+        """
         divergence, agreeing = compare(quantized, original)
         self._sums += torch.tensor([*torch.stack([divergence, agreeing]).tolist(), len(original)], dtype=torch.float64)
 

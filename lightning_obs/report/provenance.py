@@ -1,4 +1,4 @@
-"""Where a report comes from: what somebody needs who is to make a page again that was mailed to them."""
+"""Where a report comes from: what somebody needs to make it again who has only the page."""
 
 from __future__ import annotations
 

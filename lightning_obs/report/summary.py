@@ -59,7 +59,10 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
-    """Layers with their error, one row each. Columns without values are left out, and rows, if any has one."""
+    """Layers with their error, one row each. Columns without values are left out, and rows, if any has one.
+
+    Printed at the end of ``trainer.validate`` and of the command line's runs.
+    """
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
     all_rows = [_layer_cells(error) for error in errors]
     rows = [cells for cells in all_rows if any(cells[1:])] or all_rows
@@ -139,7 +142,10 @@ def _quality_cells(row: Mapping[str, Any], named: bool) -> list[str]:
 
 
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Several runs side by side."""
+    """Several runs side by side.
+
+    The command line prints it.
+    """
     return _table(*comparison(rows), title="comparison", header_style="bold")
 
 

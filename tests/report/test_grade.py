@@ -46,7 +46,7 @@ SAME = Moved(0.01, 0.95, 9)
         ({}, "not measured"),
     ],
 )
-def test_a_run_is_as_good_as_its_worst_sign(parts, expected):
+def test_a_run_is_as_good_as_its_worst_number(parts, expected):
     assert judge(Report.of("a run", **parts)).grade == expected
 
 
@@ -65,7 +65,7 @@ def test_the_order_in_which_metrics_are_logged_changes_nothing(values, expected)
     assert judge(first) == judge(second)
     assert judge(first).grade == expected
     assert first.row == second.row
-    assert {sign.label for sign in judge(first).signs} == values.keys()
+    assert {number.label for number in judge(first).numbers} == values.keys()
 
 
 @pytest.mark.parametrize("growth", [0.01, 0.04, 0.06, 0.2, 0.29, 0.31, 1.0, -0.5])
@@ -98,8 +98,8 @@ def test_a_loss_that_may_be_a_squared_error_is_not_graded_where_that_would_turn_
 
 
 def test_a_metric_of_unknown_direction_is_shown_without_better_or_worse():
-    (sign,) = judge(Report.of("a run", metrics={"power": (2.0, 3.0)})).signs
-    assert sign == ("power", "2.000 \N{RIGHTWARDS ARROW} 3.000 (changed by +50.0 %)", "not graded")
+    (number,) = judge(Report.of("a run", metrics={"power": (2.0, 3.0)})).numbers
+    assert number == ("power", "2.000 \N{RIGHTWARDS ARROW} 3.000 (changed by +50.0 %)", "not graded")
 
 
 TRAINED = {"was_trained": True}
@@ -129,7 +129,7 @@ def test_a_model_that_training_made_worse_than_calibrated_is_said_to_be(after):
     report = Report.of("a run", metrics={"perplexity": (10.0, after)}, calibrated={"perplexity": 10.2}, **TRAINED)
     judgement = judge(report)
     assert judgement.headline.endswith("; it is worse than calibrated, training has lost.")
-    (since,) = [sign for sign in judgement.signs if sign.label == "perplexity since calibration"]
+    (since,) = [number for number in judgement.numbers if number.label == "perplexity since calibration"]
     assert since.grade == "usable"
     assert since.value.startswith("10.20 \N{RIGHTWARDS ARROW} ")
 

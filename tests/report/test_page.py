@@ -193,7 +193,7 @@ def test_metrics_in_json_page_and_summary_are_the_same_in_whatever_order_they_we
         print_report(summary(report))
         printed = capsys.readouterr().out
         assert data["metric"] == "val_loss"
-        assert [sign["label"] for sign in data["judgement"]["signs"]] == ["val_loss", "power"]
+        assert [number["label"] for number in data["judgement"]["numbers"]] == ["val_loss", "power"]
         for name in order:
             value = facts(report)[name]
             assert f"{name} {value}" in printed

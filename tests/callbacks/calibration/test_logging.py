@@ -197,7 +197,7 @@ def test_the_page_of_a_fit_has_metrics_curves_and_size(tmp_path):
     assert len(found["curves"]) == 3
     before, after = (sum(pair[at] for pair in found["kinds"].values()) for at in (0, 1))
     assert before == sum(value.nbytes for value in run.lightning_module.state_dict().values()) > after
-    assert found["judgement"]["signs"][0]["label"] == "val_loss"
+    assert found["judgement"]["numbers"][0]["label"] == "val_loss"
 
 
 # ---------------------------------------------------------------------- on ranks
