@@ -27,9 +27,8 @@ class NumberFormat(NamedTuple):
         mantissa: number of bits of the mantissa, without the implied one.
         smallest: exponent of the smallest normal number.
         last: the largest number.
-        dtype: torch's dtype of these numbers; None: torch has no such dtype.
-        codes: a dtype of one byte that holds these numbers, if values are quantized to the format; None: only ranges
-            and scales are rounded to it.
+        codes: a dtype of one byte that holds these numbers; the report counts its patterns.
+        dtype: torch's dtype of exactly these numbers; None: torch has no such dtype.
         mx_mantissa: for MX, where a scale is a power of two: number of mantissa bits to which compressed-tensors rounds
             the largest magnitude before it takes the power of two.
     """
@@ -38,8 +37,8 @@ class NumberFormat(NamedTuple):
     mantissa: int
     smallest: int
     last: float
+    codes: torch.dtype
     dtype: torch.dtype | None = None
-    codes: torch.dtype | None = None
     mx_mantissa: int = 1
 
     def last_step(self) -> float:
@@ -48,7 +47,7 @@ class NumberFormat(NamedTuple):
         return 2.0 ** (exponent - self.mantissa)
 
 
-#: all floating formats by name; QuantizationArgs identify a format of values by its number of bits only
+#: all floating formats of values, by name; QuantizationArgs identify one by its number of bits
 FORMATS = {
     "float4_e2m1fn": NumberFormat(
         bits=4,
@@ -73,20 +72,6 @@ FORMATS = {
         dtype=torch.float8_e4m3fn,
         codes=torch.float8_e4m3fn,
     ),
-    "float16": NumberFormat(
-        bits=16,
-        mantissa=10,
-        smallest=-14,
-        last=65504.0,
-        dtype=torch.float16,
-    ),
-    "bfloat16": NumberFormat(
-        bits=16,
-        mantissa=7,
-        smallest=-126,
-        last=torch.finfo(torch.bfloat16).max,
-        dtype=torch.bfloat16,
-    ),
 }
 
 
@@ -103,26 +88,15 @@ def format_of(args: QuantizationArgs) -> NumberFormat | None:
     """
     if args.type == QuantizationType.INT:
         return None
-    value_formats = {name: number for name, number in FORMATS.items() if number.codes is not None}
-    for number in value_formats.values():
+    for number in FORMATS.values():
         if number.bits == args.num_bits:
             return number
     raise CalibrationError(
         "no such number format",
         got=f"floating point of {args.num_bits} bits",
-        expected="one of " + ", ".join(value_formats),
+        expected="one of " + ", ".join(FORMATS),
         remedy="use one of these, or add a row to FORMATS in numerics/formats.py.",
     )
-
-
-def format_of_dtype(dtype: torch.dtype | None) -> NumberFormat | None:
-    """The format of ranges and scales in a dtype; None: the dtype is not in :data:`FORMATS`, or as wide as float32."""
-    if dtype is None:
-        return None
-    for number in FORMATS.values():
-        if number.dtype == dtype:
-            return number
-    return None
 
 
 class NumberGrid(NamedTuple):

@@ -215,7 +215,7 @@ def _rounded(
 def _codes_of(levels: torch.Tensor, grid: NumberGrid) -> torch.Tensor | None:
     """The code of each level, from 0 to 255, in int32; None above 8 bits."""
     number = grid.number
-    if number is not None and number.codes is not None:
+    if number is not None:
         patterns = levels.to(number.codes).view(torch.uint8)
         return patterns.int()
     if grid.args.num_bits <= 8:
