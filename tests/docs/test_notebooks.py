@@ -13,7 +13,11 @@ from tests.support.tiny_model import save_tiny_llama
 LESS = {
     "fine_tuning": {"max_epochs=8": "max_epochs=1"},
     "images": {"max_epochs=4": "max_epochs=1", "images[:1200], labels[:1200]": "images[:256], labels[:256]"},
-    "language_model": {"default_model_folder()": "'tiny'", "256": "32", ".topics.values()": ".topics['lists']"},
+    "language_model": {
+        "default_model_folder()": "'tiny'",
+        "256": "32",
+        "topics.topics.values()": "[topics.topics['types']]",
+    },
     "own_project": {"max_epochs=8": "max_epochs=1"},
 }
 FIRST_CELLS = {path.stem: json.loads(path.read_text())["cells"][0]["source"] for path in NOTEBOOKS}
