@@ -53,6 +53,8 @@ class Lora(Task):
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
+        if not config.export.folder:
+            raise CalibrationError("task=lora writes adapters", where=["export.folder"], got="none", remedy="name one.")
         self.folder = Path(config.export.folder)
         self.qualities: dict[str, Quality] = {}
         self.seconds_trained = 0.0
