@@ -133,6 +133,31 @@ def test_python_of_a_scheme_without_a_name_takes_the_callback_s_options():
     assert rounding.python == ("CalibrationCallback(callback.options, observers=None, recipe='accurate')")
 
 
+FITTED = {"observers": {"weight": "imatrix_mse"}, "rounding": "gptq"}
+
+
+def fitted_run(fit_errors, scheme="W4A16"):
+    errors = [layer(f"layers.{i}.down_proj", 16.0, 18.0, 40.0) for i in range(9)]
+    report = run(errors=errors, options=CalibrationOptions(scheme, **FITTED))
+    report.result.fit_errors = fit_errors
+    return report
+
+
+def test_weights_without_data_are_proposed_where_fitting_loses():
+    first, *_ = judge(fitted_run({"layers.0.down_proj": (0.01, 0.04, 0.05, 0.04)})).steps
+    assert first.name == "without_data"
+    assert first.reason == "fitted to this calibration data, errors on other data of its kind are 25 % larger"
+    assert first.python == "CalibrationCallback('W4A16', recipe='fast')"
+
+
+def test_weights_without_data_are_not_proposed_where_fitting_gains_or_the_recipe_has_no_choice():
+    loses = {"layers.0.down_proj": (0.01, 0.04, 0.05, 0.04)}
+    gains = {"layers.0.down_proj": (0.01, 0.04, 0.02, 0.04)}
+    assert "without_data" not in names(fitted_run(gains))
+    assert "without_data" not in names(fitted_run({}))
+    assert "without_data" not in names(fitted_run(loses, "W8A16"))
+
+
 # ---------------------------------------------------------------------- after real runs
 
 

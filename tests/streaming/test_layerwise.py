@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections import Counter
 from contextlib import ExitStack
 
@@ -91,6 +92,20 @@ def test_the_files_are_those_of_an_export_from_memory(scheme, options, tmp_path)
     tokens = torch.arange(8)[None]
     logits = [AutoModelForCausalLM.from_pretrained(tmp_path / each)(tokens).logits for each in ("out", "memory")]
     assert logits[0].equal(logits[1])
+
+
+@pytest.mark.parametrize("options", [GPTQ, ON_QUANTIZED_INPUTS], ids=["gptq", "gptq on quantized inputs"])
+def test_the_fit_of_weights_is_judged_as_in_memory(options, tmp_path):
+    source, options = tiny_llama(tmp_path / "llama"), {"ignore": IGNORE, **options}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* fitted to the calibration data")  # of an untrained model, random tokens
+        _, in_one = in_memory(source, tmp_path / "memory", make_batches(8), "W4A16", **options)
+        result = calibrate_layerwise(source, make_batches(8), "W4A16", tmp_path / "out", **options)
+    assert in_one.fit_errors
+    assert result.fit_errors.keys() == in_one.fit_errors.keys()
+    for name, errors in result.fit_errors.items():
+        assert errors == pytest.approx(in_one.fit_errors[name], rel=1e-3)
+    assert result.facts()["fit"] == in_one.facts()["fit"]
 
 
 @converted_weights
