@@ -42,8 +42,8 @@ _ENABLED = "quantization_enabled"
 def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[str]]) -> Iterator[None]:
     """Put compressed-tensors' modules into attention, so that its states can be hooked inside the ``with`` block.
 
-    :func:`register_state_hook` then observes a state, :func:`register_state_change` replaces it. compressed-tensors
-    itself quantizes no state meanwhile.
+    Observers' hooks (``calibration/hooks.py``) and the quantized forward enter it. :func:`register_state_hook` then
+    observes a state, :func:`register_state_change` replaces it. compressed-tensors itself quantizes no state meanwhile.
 
     Args:
         model: of transformers.

@@ -18,14 +18,23 @@ from lightning_obs.errors import CalibrationError
 
 
 def call_on(model: nn.Module, batch: Mapping[str, Any] | torch.Tensor) -> Any:
-    """The model's output for keyword arguments, or for one tensor."""
+    """Call a model with a batch and return its output: a mapping gives keyword arguments, a tensor the only argument.
+
+    Called wherever this package runs a model outside of Lightning's loops: choices, layer errors, streaming by blocks.
+    """
     return model(**batch) if isinstance(batch, Mapping) else model(batch)
 
 
 def in_evaluation_mode(
     model: nn.Module, kinds: tuple[type[nn.Module], ...] = (nn.Module,)
 ) -> AbstractContextManager[None]:
-    """For a ``with`` block in which every module of these kinds is in evaluation mode; then as before."""
+    """For a ``with`` block in which modules are in evaluation mode; afterwards each is in its former mode.
+
+    Runs outside of Lightning's loops (:mod:`.extra_runs`), a distillation's teacher and learned scales use it.
+    Args:
+        model: whose modules are switched.
+        kinds: classes of the modules to switch; by default all modules.
+    """
     in_training = []
     for module in model.modules():
         if module.training and isinstance(module, kinds):
@@ -35,7 +44,13 @@ def in_evaluation_mode(
 
 @dataclass(frozen=True)
 class Autocast:
-    """How autocast stood at a call that is kept, to be made again later."""
+    """The state of autocast at a call, by which ``calibration/kept_calls.py`` repeats the call later.
+
+    Attributes:
+        device_type: whose autocast it is: ``"cpu"``, ``"cuda"``...
+        is_on: whether autocast was on.
+        dtype: in which it computed, or would compute.
+    """
 
     device_type: str
     is_on: bool
@@ -43,19 +58,20 @@ class Autocast:
 
     @classmethod
     def of(cls, device: torch.device | None) -> Autocast:
-        """How it stands now for a device; None: the CPU."""
+        """Read the state of autocast for a device (None: the CPU); ``KeptCalls`` does so when it keeps a call."""
         device_type = "cpu" if device is None else device.type
         return cls(device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
 
     def entered(self) -> AbstractContextManager[None]:
-        """For a ``with`` block in which it stands so again."""
+        """For a ``with`` block with this state of autocast; ``KeptCalls.run`` repeats a call in it."""
         context: AbstractContextManager[None] = torch.autocast(self.device_type, self.dtype, enabled=self.is_on)
         return context
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """The logits ``(..., classes)`` in a model's output, to compare the predictions of two models.
+    """Return the logits ``(..., classes)`` in a model's output, to compare the predictions of two models.
 
+    Called for each output by distillation and by the choices of observers and schemes that compare predictions.
     Raises:
         CalibrationError: the output has no logits.
     """
@@ -72,7 +88,10 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def named_logits(output: Any) -> Any:
-    """The output's ``logits``, an attribute or a key; None where it has none."""
+    """Return the output's ``logits``, an attribute or a key; None if the output has neither.
+
+    :func:`logits_of` calls it; code that can do without logits (``report/predictions.py``) calls it directly.
+    """
     logits = getattr(output, "logits", None)
     if logits is None and isinstance(output, Mapping):
         return output.get("logits")

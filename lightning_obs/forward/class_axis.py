@@ -33,7 +33,14 @@ class LastLayer:
         self._shape: torch.Size | None = None
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Register a hook on every layer that has a matrix as its weight; ``stack`` removes the hooks."""
+        """Register a forward hook on every layer whose weight has two or more dimensions, except embeddings.
+
+        Called before the model runs.
+
+        Args:
+            model: whose layers are watched.
+            stack: gets a callback that removes each hook.
+        """
         with at_rest():
             for module in model.modules():
                 weight = getattr(module, "weight", None)

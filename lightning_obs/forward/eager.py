@@ -41,7 +41,10 @@ class _Block:
 
 
 class SharedBlocks:
-    """Shared context managers ("blocks") of one kind, at most one for each object. Threads may share them."""
+    """Shared context managers ("blocks") of one kind, at most one for each object. Threads may share them.
+
+    :mod:`.attention` has one instance for each change of attention, and this file one for torch (``eager_blocks``).
+    """
 
     def __init__(self) -> None:
         #: objects that a block is open around

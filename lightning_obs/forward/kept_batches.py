@@ -58,8 +58,13 @@ class KeptBatches:
         return len(self._kept)
 
     def add(self, batch: Any, note: Any = None) -> None:
-        """Keep a copy of a batch, and ``note`` itself, unless this batch or an earlier one did not fit.
+        """Keep a copy of a batch, unless this batch or an earlier one did not fit.
 
+        Called for each batch of a pass, or for each call of a module (``calibration/kept_calls.py``).
+
+        Args:
+            batch: any structure of tensors that ``copy.deepcopy`` copies.
+            note: kept as it is, not copied; :meth:`note` and :meth:`pop_all` return it.
         Raises:
             CalibrationError: the batch holds an object that cannot be copied.
         """
@@ -76,21 +81,27 @@ class KeptBatches:
             self._kept.append(_KeptBatch(copied, to_cpu.devices, note))
 
     def shorten(self, length: int) -> None:
-        """Keep only the first ``length`` batches."""
+        """Keep only the first ``length`` batches: for equal numbers on all ranks (``quantized_validation.py``)."""
         while len(self) > length:
             self._kept.pop()
 
     def note(self, index: int) -> Any:
-        """The note of a batch."""
+        """Return the note that :meth:`add` got with the batch at ``index``."""
         return self._kept[index].note
 
     def copy(self, index: int) -> Any:
-        """A copy of a batch, on the devices it came from; the batch stays."""
+        """Return a copy of the batch at ``index`` on its original devices; the kept batch stays.
+
+        ``KeptCalls`` repeats a call with it, more than once.
+        """
         entry = self._kept[index]
         return _deep_copy(entry.batch, _TensorsToDevices(entry.devices))
 
     def pop_all(self) -> Iterator[tuple[Any, Any]]:
-        """Yield ``(batch, note)`` in order, each batch on the devices it came from; it is released at the next one."""
+        """Yield ``(batch, note)`` in order, each batch on its original devices, and release each batch at the next one.
+
+        ``callbacks/replayed_loop.py`` runs the kept batches a second time by it.
+        """
         while self._kept:
             entry = self._kept.popleft()
             yield _on_its_devices(entry), entry.note
@@ -135,6 +146,7 @@ class _TensorsToDevices(TorchFunctionMode):
 
 
 def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:
+    """Copy a batch with its tensors moved as ``mode`` says; raise a CalibrationError for what cannot be copied."""
     with torch.inference_mode(False), torch.no_grad(), mode:
         try:
             return copy.deepcopy(batch)
@@ -149,6 +161,7 @@ def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:
 
 
 def _on_its_devices(entry: _KeptBatch) -> Any:
+    """The kept batch itself if all its tensors came from the CPU, else a copy on the original devices."""
     if all(device.type == "cpu" for device in entry.devices.values()):
         return entry.batch
     return _deep_copy(entry.batch, _TensorsToDevices(entry.devices))

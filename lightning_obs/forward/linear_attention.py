@@ -33,9 +33,10 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 
 
 class LinearAttention(nn.MultiheadAttention):
-    """An ``nn.MultiheadAttention`` whose projections are Linears; :func:`linearize_attention` makes it of one.
+    """An ``nn.MultiheadAttention`` whose projections are Linears.
 
-    A ``state_dict`` of the module as it was can be loaded.
+    :func:`linearize_attention` turns an ``nn.MultiheadAttention`` into this class in place. A ``state_dict`` of the
+    original module can be loaded.
     """
 
     q_proj: nn.Linear
@@ -83,9 +84,9 @@ class LinearAttention(nn.MultiheadAttention):
         return (output if self.batch_first else output.transpose(0, 1)), weights
 
     def _batch_first(self, is_batched: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs as ``(batch, tokens, channels)``; one that is given several times is one tensor afterwards, too.
+        """The inputs as ``(batch, tokens, channels)``.
 
-        Observers then measure it once.
+        A tensor that is passed as several of query, key and value stays one tensor, so that observers measure it once.
         """
         turned: dict[int, torch.Tensor] = {}
         for value in inputs:
@@ -232,16 +233,19 @@ def split_as_stored(
     stored_names: Iterable[str],
     split: Callable[[_Module], Callable[[], None]],
 ) -> Callable[[], None]:
-    """Split those modules into parts whose parts are in a checkpoint.
+    """Split the modules that were split when the checkpoint was written.
+
+    :func:`linearize_stored` and ``linearize_stored_recurrent`` call it before ``load_checkpoint`` loads tensors.
 
     Args:
-        modules: that can be split, by name.
-        part_name: of a part that each of them then has.
-        stored_names: of the tensors in the checkpoint.
-        split: splits a module, and returns a function that undoes it.
+        modules: modules that can be split, by name.
+        part_name: name of a part that only a split module has (``"q_proj"``): a module is split if the checkpoint has
+            a tensor of this part.
+        stored_names: names of the tensors in the checkpoint.
+        split: splits a module, and returns a function that undoes the split.
 
     Returns:
-        A function that undoes all.
+        A function that undoes all splits.
     """
     names = [f".{stored_name}" for stored_name in stored_names]  # they may begin with a module around this one
     with ExitStack() as stack:

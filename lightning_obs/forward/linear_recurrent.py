@@ -22,9 +22,10 @@ from lightning_obs.model.weight import in_shards
 
 
 class LinearRecurrent(nn.RNNBase):
-    """A recurrent layer whose weights are modules; :func:`linearize_recurrent` makes it of another class of layers.
+    """A recurrent layer whose weights are modules.
 
-    A ``state_dict`` of the layer as it was can be loaded.
+    :func:`linearize_recurrent` turns an ``nn.LSTM`` or ``nn.GRU`` into a subclass of this class in place. A
+    ``state_dict`` of the original layer can be loaded.
 
     Attributes:
         kind: the class that the layer had.
@@ -33,7 +34,10 @@ class LinearRecurrent(nn.RNNBase):
     kind: type[nn.RNNBase]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what ``kind`` does, which documents the arguments, with the weights that the modules return now."""
+        """Compute what ``kind`` computes, with the weights that the modules return now.
+
+        torch calls it when the layer is called. ``kind`` documents the arguments.
+        """
         try:
             return super().forward(*args, **kwargs)
         finally:
@@ -72,7 +76,7 @@ _LINEAR_CLASSES: dict[type[nn.RNNBase], type[LinearRecurrent]] = {}
 
 
 def _linear_class(kind: type[nn.RNNBase]) -> type[LinearRecurrent]:
-    """The class of layers of ``kind`` whose weights are modules."""
+    """The subclass of ``kind`` and :class:`LinearRecurrent`, made on first use."""
     if kind not in _LINEAR_CLASSES:
         _LINEAR_CLASSES[kind] = type(f"Linear{kind.__name__}", (LinearRecurrent, kind), {"kind": kind})
     return _LINEAR_CLASSES[kind]

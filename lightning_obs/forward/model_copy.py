@@ -62,7 +62,11 @@ class ModelCopy:
         self.model, self.args, self.kwargs = copies
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """The copy of one of the model's modules, for hooks on the copy."""
+        """Return the copy of one of the model's modules; ``TokenWeights`` registers its hooks on the copy.
+
+        Raises:
+            CalibrationError: the model's ``__deepcopy__`` did not copy this module.
+        """
         copied = self._memo.get(id(module))
         if not isinstance(copied, nn.Module):
             raise _refused(type(module).__name__, "a __deepcopy__ of the model that copies its modules in another way")

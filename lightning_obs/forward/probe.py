@@ -17,15 +17,19 @@ from lightning_obs.model.offload import at_rest
 
 
 def random_signs(shape: torch.Size, seed: int, device: torch.device) -> torch.Tensor:
-    """A random tensor of -1 and 1 in int8, the same for the same seed."""
+    """Return a random tensor of -1 and 1 in int8, for :func:`fisher_probe`; an equal seed gives an equal tensor.
+
+    ``choice/divergence.py`` calls it for each batch whose sensitivities it measures.
+    """
     generator = torch.Generator(device).manual_seed(seed)
     bits = torch.empty(shape, dtype=torch.int8, device=device).random_(0, 2, generator=generator)
     return bits.mul_(2).sub_(1)
 
 
 def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """A random gradient of logits ``(..., classes)`` whose covariance is the Fisher information, ``diag(p) - p p^T``.
+    """Return a random gradient of logits ``(..., classes)`` whose covariance is the Fisher information.
 
+    The Fisher information of the logits is ``diag(p) - p p^T``, with the softmax p of the logits.
     Backward from it gives a gradient g at a module's output. ``1/2 E[(g^T d)^2]`` is then, to second order, the
     Kullback-Leibler divergence that a change d of the output causes.
 

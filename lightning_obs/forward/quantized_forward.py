@@ -109,9 +109,9 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
     """For a ``with`` block inside :func:`quantized`, in which each weight is quantized once, at its first forward.
 
-    For a model that runs often: one that generates, or a block that runs on all batches. It takes the memory of the
-    weights once more; nothing may change them meanwhile. Offloaded weights are quantized at each forward, as their
-    memory is to be free in between.
+    For a model that runs often: one that generates, or a block that runs on all batches (``streaming/layerwise.py``).
+    The quantized weights take as much memory again as the weights, which may not change inside the block. Offloaded
+    weights are quantized at each forward, so that their memory is free in between.
     """
     quantizations = []
     for _, module in calibrated_modules(model):
@@ -367,7 +367,10 @@ def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> tor
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The quantized forward of any other module: its own forward, with another input, ``weight`` and ``bias``."""
+    """The quantized forward of a module that is no plain Linear: its own forward, on quantized tensors.
+
+    The quantized input, weight and bias take the place of the module's own.
+    """
 
     def quantize_input(value: torch.Tensor) -> torch.Tensor:
         return fake_quantize_for(self, value, "input")

@@ -47,9 +47,10 @@ _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 @dataclass
 class Switch:
-    """The tensors that are quantized now; one switch for all modules of a model.
+    """Which tensors the quantized forwards quantize at present.
 
-    A fit turns it on and off; inside ``quantized()`` everything is on.
+    A fit has one for all modules of its model, and turns weights and activations on and off. Inside ``quantized()``
+    both are on.
     """
 
     weights: bool = True
@@ -62,7 +63,7 @@ class Switch:
 
 @dataclass
 class WeightCache:
-    """A quantized weight, from the first forward that computes it."""
+    """Keeps the quantized weight of one module from its first forward on; ``weights_kept`` gives each module one."""
 
     weight: torch.Tensor | None = None
 
@@ -92,14 +93,18 @@ _DEFAULT = Quantization()
 
 
 def quantization_of(module: nn.Module) -> Quantization:
-    """How a module runs quantized; the default for a module whose ``forward`` is not replaced."""
+    """Return a module's :class:`Quantization`; the default one for a module whose ``forward`` is not replaced.
+
+    Every quantized forward reads it; calibration and choices change fields of it for a while.
+    """
     return getattr(module, FORWARD_STATE, _DEFAULT)
 
 
 def weight_in_use(module: nn.Module) -> torch.Tensor | None:
-    """The weight that a quantized forward quantizes: whole, with LoRA adapters merged; None without a weight.
+    """Return the weight that a quantized forward quantizes: whole, with LoRA adapters merged; None without a weight.
 
-    A weight of a loaded checkpoint is on the format's grid already; a gradient for it is an error.
+    Quantized forwards call it. A weight of a loaded checkpoint is rounded already: a backward that computes a gradient
+    for it raises a CalibrationError.
     """
     weight = full_weight(module)
     if weight is None or quantization_of(module).trainable:
@@ -111,14 +116,21 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
 
 
 def adapters_in_use(module: nn.Module, parameter: torch.Tensor) -> AddedAdapters | None:
-    """Makes a module's weight of its parameter, now and in the backward; None: the parameter is the weight."""
+    """Return the function that adds LoRA adapters to a module's parameter; None: the parameter itself is the weight.
+
+    The quantized forward in training calls the function for its product, and the backward calls it again.
+
+    Args:
+        module: that runs quantized.
+        parameter: its weight, perhaps packed.
+    """
     if quantization_of(module).may_have_adapters or isinstance(parameter, PackedWeight):
         return AddedAdapters.of(module)
     return None
 
 
 def _refuse_training(gradient: torch.Tensor) -> None:
-    """A hook of tensors: backward has computed a gradient for a loaded weight."""
+    """Raise a CalibrationError; :func:`weight_in_use` registers this as the gradient hook of a loaded weight."""
     raise CalibrationError(
         "weights from load_checkpoint are rounded and cannot be trained",
         remedy="fine-tune the original model with QuantizationAwareTraining, or freeze them (requires_grad_(False)).",
@@ -207,10 +219,13 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
 
 
 def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer | None:
-    """What a quantized forward does to a weight now, to be done again later.
+    """Return the function by which a forward in training quantizes a weight, and the backward quantizes it again.
 
-    None where the weight has no matrix, where it is not quantized now (:func:`fake_quantize_for`), and where it is not
-    quantized anew in each forward: a cache keeps it, or a writer writes it.
+    ``quantized_forward._recomputed`` calls this at each forward in training.
+
+    Returns:
+        None if the weight has no matrix, if it is not quantized now (:func:`fake_quantize_for`), or if it is not
+        quantized anew in each forward, since a cache keeps it or a writer writes it.
     """
     quantization = quantization_of(module)
     args = args_of(module, "weight")
@@ -228,7 +243,10 @@ def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer
 
 
 def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
-    """A calibrated scale of a module; where it is learned, with a gradient to what is learned."""
+    """Return the calibrated scale of one of a module's tensors; a learned scale has a graph to its parameter.
+
+    Quantized forwards call it before they quantize the tensor.
+    """
     compute_scale = quantization_of(module).learned_scales.get(base_name)
     scale: torch.Tensor = getattr(module, f"{base_name}_scale") if compute_scale is None else compute_scale()
     return scale
@@ -255,7 +273,14 @@ class StaticQuantizer:
 
     @classmethod
     def of(cls, module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1) -> StaticQuantizer:
-        """Of one of a module's tensors, whose range is known."""
+        """Make the quantizer of one of a module's tensors at a forward, from the module's parameters.
+
+        Args:
+            module: has the tensor's range (:func:`has_range`).
+            base_name: the tensor: ``"weight"``, ``"input"``...
+            args: number format and strategy.
+            observations: see the class.
+        """
         return cls(
             args=args,
             zero_point=getattr(module, f"{base_name}_zero_point", None),
@@ -290,7 +315,14 @@ class StaticQuantizer:
     def value_gradient(
         self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None
     ) -> torch.Tensor:
-        """The gradient of the tensor from that of the quantized one, which may be changed; ``memory``, too."""
+        """Return the gradient of the tensor, from the gradient of the quantized tensor; called in the backward.
+
+        Args:
+            gradient: of the quantized tensor; it may be overwritten.
+            value: the tensor.
+            scale: of the tensor.
+            memory: overwritten, in the shape of ``value``; None: memory is allocated.
+        """
         if self.codes is not None:
             return gradient
         return clip_gradient_(
@@ -300,8 +332,9 @@ class StaticQuantizer:
 
 @dataclass(frozen=True)
 class WeightQuantizer:
-    """Quantizes and dequantizes a module's weight, in its own shape, where and how that was done before.
+    """Quantizes and dequantizes a module's weight, in its own shape, in the backward as in the forward.
 
+    :func:`weight_quantizer` makes it; ``recomputed_product`` calls it. It is a ``Quantizer`` of that file.
     Attributes:
         layout: a module whose kind says how the weight is a matrix; None: it is one.
         quantizer: of that matrix.
@@ -318,13 +351,13 @@ class WeightQuantizer:
 
     @contextmanager
     def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The quantized weight for a ``with`` block, in memory that others overwrite afterwards, without gradients."""
+        """The quantized weight for a ``with`` block, without gradients, in memory that is overwritten afterwards."""
         with self.scratch.lend(value) as memory:
             matrix = self.quantizer.without_graph(self._to_matrix(value), scale, self._memory(memory))
             yield self._from_matrix(matrix, value.shape)
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The gradient of the weight from that of the quantized one, which may be changed in place."""
+        """Return the gradient of the weight, from the gradient of the quantized weight, which may be overwritten."""
         with self.scratch.lend(value) as memory:
             matrix = self._to_matrix(value)
             gradient_matrix = self.quantizer.value_gradient(
@@ -337,6 +370,7 @@ class WeightQuantizer:
         return None if memory is None else self._to_matrix(memory)
 
     def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor in the weight's shape as the matrix ``(R, C)``."""
         if self.layout is None:
             return weight
         matrix = to_matrix(self.layout, weight)
@@ -344,6 +378,7 @@ class WeightQuantizer:
         return matrix
 
     def _from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """A matrix ``(R, C)`` in the weight's shape."""
         weight = matrix if self.layout is None else from_matrix(self.layout, matrix, shape)
         return weight.contiguous()
 

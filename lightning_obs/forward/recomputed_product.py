@@ -33,7 +33,9 @@ _CONV_FORWARDS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._c
 
 
 class Product(Protocol):
-    """An operation on an input, a weight and a bias.
+    """The function that a layer computes from input, weight and bias, and its gradients.
+
+    :func:`product_of` chooses one for a module; :func:`recomputed_product` runs it.
 
     Attributes:
         reads_input: whether a backward that computes no gradient of the weight needs the input, too.
@@ -47,7 +49,13 @@ class Product(Protocol):
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        """The gradients of input, weight and bias that are needed, in the dtype of the output's: ``grad``."""
+        """Return the gradients of input, weight and bias; the backward of :func:`recomputed_product` calls it.
+
+        Args:
+            grad: gradient of the output; the result has its dtype.
+            input, weight: of the forward.
+            needs: whether input, weight and bias need a gradient; the result has None for each that does not.
+        """
 
 
 @dataclass(frozen=True)
@@ -110,8 +118,8 @@ class Convolution:
     """``F.conv1d`` to ``F.conv3d``: an input ``(N, C, ...)`` or ``(C, ...)``, a weight ``(R, C / groups, ...)``.
 
     Attributes:
-        function: of these.
-        stride, padding, dilation, groups: its arguments.
+        function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
+        stride, padding, dilation, groups: arguments of ``function``.
     """
 
     function: Callable[..., torch.Tensor]
@@ -123,7 +131,10 @@ class Convolution:
 
     @classmethod
     def of(cls, module: _ConvNd) -> Convolution | None:
-        """Of a module of torch; None where it pads by more than zeros on both sides alike."""
+        """Make the product of a convolution of torch; None unless it pads with zeros, equally on both sides.
+
+        :func:`product_of` calls it.
+        """
         functions: dict[Any, Callable[..., torch.Tensor]] = {
             nn.Conv1d.forward: F.conv1d,
             nn.Conv2d.forward: F.conv2d,
@@ -141,7 +152,7 @@ class Convolution:
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        """As of :class:`Product`."""
+        """As of :class:`Product`; ``input`` is read for the gradient of the input as well."""
         is_single = input.ndim < weight.ndim
         if is_single:
             grad = grad.unsqueeze(0)
@@ -167,8 +178,8 @@ class Convolution:
 def product_of(module: nn.Module) -> Product | None:
     """The product that the class of a module computes, if it computes nothing else; None for any other module.
 
-    The quantized forward asks for it. None also for a transposed convolution, and for one that pads otherwise than with
-    zeros, or by a word.
+    The quantized forward calls this in training. None also for a transposed convolution, and for a convolution whose
+    padding is a word (``"same"``) or is not filled with zeros.
     """
     if type(module).forward is nn.Linear.forward:
         return LinearProduct()
@@ -183,13 +194,13 @@ def product_of(module: nn.Module) -> Product | None:
 
 
 class Scratch:
-    """Lends memory for a tensor in float32, and keeps that of the largest for the next time.
+    """Lends memory for a tensor in float32, and keeps the memory of the largest tensor for the next call.
 
-    The allocator of a CPU gives memory of some megabytes back to the system and asks for it again at once, each page of
-    it cleared; between tensors that stay, it leaves gaps that no later tensor fits.
+    A CPU's allocator returns blocks of some megabytes to the system and requests them again at once, with every page
+    cleared. Between tensors that stay, it leaves gaps that no later tensor fits.
 
     All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`). Several
-    threads may borrow at once, and a block inside another block gets other memory. Copies and pickles have none.
+    threads may borrow at once, and a block inside another block gets other memory. Copies and pickles start empty.
     """
 
     def __init__(self) -> None:
@@ -225,16 +236,19 @@ class Scratch:
 
 
 class Quantizer(Protocol):
-    """From a weight and its scale, the weight to compute with; differentiable, and the same each time."""
+    """Quantizes and dequantizes a weight: once in the forward, and again, to equal values, in the backward.
+
+    ``quantized_tensors.WeightQuantizer`` is one; :func:`recomputed_product` calls it.
+    """
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The quantized weight, in the dtype of ``value``."""
+        """The quantized weight, in the dtype of ``value``, with gradients to ``value`` and ``scale``."""
 
     def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The quantized weight for a ``with`` block, without gradients; its memory is another's afterwards."""
+        """The quantized weight for a ``with`` block, without gradients; its memory is overwritten afterwards."""
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The gradient of ``value`` from that of the quantized one, which may be changed in place."""
+        """Return the gradient of ``value``, from the quantized weight's ``gradient``, which may be overwritten."""
 
 
 def recomputed_product(
@@ -250,7 +264,8 @@ def recomputed_product(
 ) -> torch.Tensor:
     """``product(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
 
-    The quantized forward of a Linear or a convolution (:mod:`.quantized_forward`) calls it where autograd records.
+    The quantized forward of a Linear, a Conv1D of transformers or a convolution (:mod:`.quantized_forward`) calls it
+    while autograd records.
 
     Args:
         product: what the module computes.
@@ -268,7 +283,10 @@ def recomputed_product(
 
 
 class _RecomputedProduct(torch.autograd.Function):
-    """See :func:`recomputed_product`."""
+    """The autograd function behind :func:`recomputed_product`, which documents the arguments of ``forward``.
+
+    ``setup_context`` keeps the input, the scale and the parameters; ``backward`` quantizes the weight again.
+    """
 
     @staticmethod
     def forward(

@@ -38,7 +38,10 @@ from lightning_obs.numerics.qparams import scheme_args
 
 
 def require_new_file(file: Path, overwrite: bool) -> None:
-    """Raise a CalibrationError for a file that is there and may not be replaced, and for a folder."""
+    """Raise a CalibrationError if ``file`` exists and ``overwrite`` is False, or if ``file`` is a folder.
+
+    The writers of ONNX files and programs call it before anything is calibrated or traced.
+    """
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(
             f"{file} is already there",
@@ -51,11 +54,12 @@ def require_traceable(
 ) -> None:
     """Raise a CalibrationError for a model that cannot be traced into a file whole, in float32.
 
+    ``require_onnx`` and ``require_program`` call it before calibration and before the export.
     Args:
         model: calibrated, or to be calibrated.
-        schemes: of the modules that are, or will be, by name.
+        schemes: schemes of the modules that are calibrated, or will be, by module name.
         file_kind: what is written, with its article: ``"an ONNX file"``.
-        writer_name: of the public function that writes it.
+        writer_name: name of the public function that writes the file.
     """
     refuse_unmerged(model, file_kind)
     refuse(
@@ -90,9 +94,11 @@ def refuse_tensors(
 ) -> None:
     """Raise a CalibrationError that names the quantized tensors which a format cannot hold.
 
+    ``require_onnx`` and ``require_program`` call it before calibration and before the export.
+
     Args:
         model: calibrated, or to be calibrated.
-        schemes: of the modules that are, or will be, by name.
+        schemes: schemes of the modules that are calibrated, or will be, by module name.
         reason_against: takes a module, the base name of one of its tensors (weight, input, output) and the module's
             scheme; gives why the format cannot hold that tensor, or None.
         file_kind: what is written, without its article.
@@ -140,8 +146,10 @@ class TensorWriter(Protocol):
 
 @contextmanager
 def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter]) -> Iterator[None]:
-    """For a ``with`` block in which a calibrated model is traced; its quantized tensors are written by writers.
+    """For a ``with`` block in which a calibrated model is traced, and writers write its quantized tensors.
 
+    ``export_onnx`` and ``program/program_file.py`` trace the model in it. Each calibrated module has one
+    :class:`TensorWriter`.
     Args:
         model: calibrated, in evaluation mode.
         make_writer: takes a calibrated module, and makes its writer.
@@ -161,7 +169,10 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
 
 
 class Example(NamedTuple):
-    """The arguments to trace a model with, as :func:`torch.export.export` takes them."""
+    """The arguments to trace a model with, as :func:`torch.export.export` takes them.
+
+    ``export_onnx``, ``measure_onnx`` and ``export_program`` read their user's arguments into one.
+    """
 
     positional: tuple[Any, ...]
     by_name: dict[str, Any]
@@ -188,8 +199,9 @@ class Example(NamedTuple):
 
 
 def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: str) -> CalibrationError:
-    """The error to raise where an exporter of torch failed: its first cause, and the user's line that raised it.
+    """Return the error to raise for an error of torch's exporters: its first cause, and the user's line that raised it.
 
+    ``trace_onnx`` and ``program/program_file.py`` call it for any exception of the exporter.
     Args:
         exporter: its name, which begins the message.
         model: that it could not trace.
