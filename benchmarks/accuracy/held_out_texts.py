@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from lightning_obs.app.data.chats import token_ids
+from lightning_obs.app.data.chats import text_token_ids
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.data.overlap import HeldOutRuns
 
@@ -109,7 +109,7 @@ def blocks_of_other_kinds(
     used_runs = HeldOutRuns([torch.cat(list(used))])
     held_out = {}
     for name, documents in other_kinds().items():
-        ids = torch.tensor(token_ids(documents, tokenizer))
+        ids = torch.tensor(text_token_ids(documents, tokenizer))
         apart = ids[used_runs.positions_apart(ids)]
         whole_blocks = min(count, len(apart) // tokens)
         held_out[name] = list(apart[: whole_blocks * tokens].split(tokens))
