@@ -1,7 +1,7 @@
 """``observers="auto"``: in the first validation, choose the observer of each tensor by measurement.
 
 The model's inputs are kept while it runs. At its end :func:`~lightning_obs.choose_observers` scores the candidates on
-some of them, and a session with the chosen observers, which later validations use too, runs all of them again.
+some of them, and a session with the chosen observers, which later validations use too, observes all kept inputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWO
 
 
 class AutoObservers:
-    """Chooses the observers of a callback, once; later validations and resumed runs use the chosen ones.
+    """Chooses the observers of a callback once.
+
+    `CalibrationCallback` holds an object of this class if its ``observers`` leave a choice. Later validations and
+    resumed runs use the chosen observers.
 
     Args:
         requested: the callback's options, without observers for the tensors to choose for.
@@ -67,16 +70,24 @@ class AutoObservers:
 
     @property
     def is_keeping(self) -> bool:
-        """Whether the model's inputs are being kept for a choice at the end of this validation."""
+        """Whether the model's inputs are being kept.
+
+        Asked at the end of a validation's epoch, where the callback then calls :meth:`choose`.
+        """
         return self._remove_hook is not None
 
     @property
     def options(self) -> CalibrationOptions:
-        """The options to calibrate with: the requested ones, with the chosen observers once they are chosen."""
+        """The options to calibrate with: the requested ones, with the chosen observers once they are chosen.
+
+        Read by `CalibrationCallback` after a choice and after a checkpoint was loaded.
+        """
         return self._requested if self._chosen_options is None else self._chosen_options
 
     def require_possible(self, session: CalibrationSession) -> None:
         """Refuse, before training, what would fail at the first validation's end.
+
+        Called when a fit starts, and by :meth:`start`.
 
         Raises:
             CalibrationError: a module without ``forward``, several devices, a token mask, candidates that do not fit.
@@ -92,7 +103,10 @@ class AutoObservers:
         fitting_candidates(session.model, self._requested, self._candidates or None)
 
     def start(self, session: CalibrationSession) -> None:
-        """Keep the model's inputs from now on, until :meth:`choose` or :meth:`stop`; nothing after the choice."""
+        """Keep the model's inputs until :meth:`choose` or :meth:`stop`; after the choice, do nothing.
+
+        Called by the callback when a validation that calibrates starts.
+        """
         if self._chosen_options is not None:
             return
         self.require_possible(session)
@@ -109,7 +123,7 @@ class AutoObservers:
         self._remove_hook = keep_hook_out(model, model.register_forward_hook(keep, with_kwargs=True))
 
     def stop(self) -> None:
-        """Release the inputs, and keep no more. Can be called at any time, any number of times."""
+        """Stop keeping inputs, and release the kept ones. Can be called at any time, any number of times."""
         if self._remove_hook is not None:
             self._remove_hook()
         self._remove_hook = None
@@ -117,6 +131,8 @@ class AutoObservers:
 
     def choose(self, session: CalibrationSession) -> CalibrationSession:
         """Choose the observers, and observe the kept inputs with them.
+
+        Called by the callback at the end of the validation's epoch.
 
         Args:
             session: observed the validation; it is detached.
@@ -167,7 +183,11 @@ class AutoObservers:
         return {"chosen_config": self._chosen_options.config.model_dump_json(), ASKED_CONFIG: self._request}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a :meth:`state_dict`. The next validation chooses if it has no choice, or one for another request."""
+        """Load a :meth:`state_dict`, when Lightning restores the callback from a checkpoint.
+
+        A state without a choice, or with the choice for another request, is ignored: the next
+        validation chooses.
+        """
         self.choice = None
         self._chosen_options = None
         chosen_config = state.get("chosen_config")
@@ -183,6 +203,8 @@ class AutoObservers:
 
 def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
     """Split a callback's ``observers`` into those to use as they are and lists to choose from.
+
+    Called by the constructor of `CalibrationCallback`.
 
     Returns:
         The observers by base name that are no list; the lists by base name, empty for ``"auto"`` (default candidates),

@@ -189,7 +189,10 @@ class CalibrationCallback(SessionCallback):
 
     @property
     def choice(self) -> ObserverChoice | None:
-        """The scores where observers are chosen by measurement; None: not chosen, or chosen by an earlier run."""
+        """The scores of a choice of observers (``observers="auto"`` or lists of candidates).
+
+        None if this run has chosen nothing: the options name all observers, or an earlier run has chosen.
+        """
         return None if self.auto is None else self.auto.choice
 
     @property
@@ -199,7 +202,7 @@ class CalibrationCallback(SessionCallback):
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """The metrics of the last validation and of its second, quantized pass (``evaluate=True``), by name."""
+        """By name, each metric of the last validation, in float and in its second, quantized pass."""
         return self.results.metrics
 
     # ------------------------------------------------------------------ before the first batch
@@ -239,7 +242,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the observers, if this validation calibrates; make ready for a second pass."""
+        """Attach the observers if this validation calibrates; with ``evaluate``, prepare the second pass."""
         restore_outside_of_fit(self, trainer)
         is_due = self.schedule.is_due(trainer, self.trainer_session.has_calibrated)
         session = self.prepare(trainer, pl_module) if is_due else self.session
@@ -259,7 +262,7 @@ class CalibrationCallback(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the batch for the second pass; observe it, if the session is attached. In a test it is not."""
+        """Keep the batch for the second pass; observe it if the session is attached (in a test it is not)."""
         if self.quantized_metrics is not None:
             self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
@@ -290,7 +293,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave nothing on the model; keep the metrics that were logged; refuse a file that has no example."""
+        """Remove all hooks from the model, and keep the metrics that the validation has logged.
+
+        A file that ``export_to`` is to trace and for which no batch has given an example is an error here.
+        """
         self.results.keep_metrics(trainer)
         if self.export_at_end is not None:
             self.export_at_end.require_example(trainer, self.results)
@@ -301,7 +307,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the qparams of ``test(ckpt_path=...)``; make ready for a second pass."""
+        """Restore the qparams of ``test(ckpt_path=...)``; with ``evaluate``, prepare the second pass."""
         super().on_test_start(trainer, pl_module)
         if self.quantized_metrics is None:
             return
@@ -313,7 +319,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave nothing behind; write ``export_to``; warn if the run has calibrated nothing."""
+        """Remove all hooks from the model, write ``export_to``, and warn if the run has calibrated nothing."""
         super().teardown(trainer, pl_module, stage)
         if self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated:
             return
@@ -345,7 +351,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved qparams until the model is on its device, and the observers that were chosen for them."""
+        """Keep the saved qparams until the model is on its device; load the observers chosen for them."""
         super().load_state_dict(state_dict)
         if self.auto is not None:
             self.auto.load_state_dict(state_dict)
@@ -382,7 +388,7 @@ class CalibrationCallback(SessionCallback):
 
 
 def _calibrates(trainer: Trainer) -> bool:
-    """Whether the run that starts, or goes on, will validate."""
+    """Whether the present run validates, and so calibrates again; asked in :meth:`.prepare` about a loaded state."""
     if trainer.state.fn == TrainerFn.FITTING:
         return bool(trainer.enable_validation)
     return bool(trainer.state.fn == TrainerFn.VALIDATING)

@@ -67,7 +67,10 @@ class Destination:
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """The names of the options: the parameters of the writer, except for model, path and ``overwrite``."""
+        """The options that ``export_to`` takes: the writer's parameters but model, path, ``overwrite``.
+
+        Asked when the destination is made, and by the command line for its config files.
+        """
         names = list(signature(cls.writer).parameters)[2:]
         names.remove("overwrite")
         return names
@@ -80,7 +83,9 @@ class Destination:
         require_free(self.path, self.overwrite)
 
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
-        """Refuse a model, or a scheme, that the format cannot hold; called before data run.
+        """Refuse a model, or a scheme, that the format cannot hold.
+
+        Called when the session is prepared, before data run.
 
         Args:
             model: calibrated, or to be calibrated.
@@ -90,12 +95,15 @@ class Destination:
             refuse_unmerged(model, "export_to, of sharded weights,")
 
     def write(self, results: Results) -> None:
-        """Write what the callback of these results has calibrated; called at the end of a run."""
+        """Write the calibrated model of ``results``, a callback's; called in ``teardown`` at a run's end."""
         results.export(self.path, overwrite=self.overwrite, **self.options)
 
 
 class OnnxFile(Destination):
-    """An ONNX file. The installed onnxruntime runs it once it is written, unless ``measure`` is off."""
+    """An ONNX file. The installed onnxruntime runs it once it is written, unless ``measure`` is off.
+
+    `destinations_of` makes it for a path that ends in ``.onnx``.
+    """
 
     writer = staticmethod(export_onnx)
     is_traced = True
@@ -103,19 +111,23 @@ class OnnxFile(Destination):
     @override
     @classmethod
     def option_names(cls) -> list[str]:
+        """The parameters of ``export_onnx``, and ``measure``."""
         return [*super().option_names(), "measure"]
 
     @override
     def check_path(self) -> None:
+        """Refuse a taken path, wrong values of ``measure`` and ``signed``, and a missing package."""
         require_bool(measure=self._is_measured)
         check_onnx_file(self.path, self.overwrite, self.options.get("signed"))
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
+        """Refuse what ONNX cannot hold."""
         require_onnx(model, schemes, self.path, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
+        """Write the file and, unless ``measure`` is off, run it in onnxruntime."""
         write = export_and_measure if self._is_measured else export_onnx
         options = self.options.copy()
         options.pop("measure", None)
@@ -129,28 +141,34 @@ class OnnxFile(Destination):
 
 
 class ProgramFile(Destination):
-    """A program of torch.export."""
+    """A program of torch.export. `destinations_of` makes it for a path that ends in ``.pt2``."""
 
     writer = staticmethod(export_program)
     is_traced = True
 
     @override
     def check_path(self) -> None:
+        """Refuse a taken path, and a backend that is unknown or missing."""
         check_program_file(self.path, self.overwrite, self.options.get("backend"))
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
+        """Refuse what a program cannot hold."""
         require_program(model, schemes, self.path, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
+        """Trace the model, and write its program."""
         options = self.options.copy()
         example = options.pop("example", None)
         results.export_traced(export_program, self.path, example, overwrite=self.overwrite, **options)
 
 
 class GgufFile(Destination):
-    """A GGUF file for llama.cpp, written into a copy of ``base``, a GGUF file of the model in float."""
+    """A GGUF file for llama.cpp, written into a copy of ``base``, a GGUF file of the model in float.
+
+    `destinations_of` makes it for a path that ends in ``.gguf``.
+    """
 
     writer = staticmethod(export_gguf)
     replaces_weights = True
@@ -168,14 +186,17 @@ class GgufFile(Destination):
 
     @override
     def check_path(self) -> None:
+        """Refuse a taken path, and a ``base`` that is no GGUF file."""
         check_files(self.path, self.base, self.overwrite)
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
+        """Refuse a model or a scheme that the base file cannot hold."""
         require_gguf(model, schemes, self.path, self.base, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
+        """Write a copy of ``base`` with the quantized weights."""
         results.export_gguf(self.path, self.base, self.overwrite)
 
 
@@ -185,6 +206,8 @@ _FILES: dict[str, type[Destination]] = {".onnx": OnnxFile, ".pt2": ProgramFile, 
 
 def destinations_of(export_to: ExportTo, overwrite: bool) -> list[Destination]:
     """The destinations that a callback's ``export_to`` names.
+
+    Called when a callback is made.
 
     Args:
         export_to: a path, several paths, or a dict of paths and the options of their writers.

@@ -67,11 +67,14 @@ class Distillation:
 
     @property
     def is_on(self) -> bool:
-        """Whether the divergence is a part of the loss."""
+        """Whether the divergence is a part of the loss.
+
+        Then `QuantizationAwareTraining` calls :meth:`wrap_step` when fit starts.
+        """
         return bool(self._weight)
 
     def keep_original(self, student: nn.Module) -> None:
-        """Copy the student for its teacher, unless there is one.
+        """Copy the student to be the teacher, unless an earlier fit has made the copy.
 
         Called in ``setup`` of a fit, before Lightning loads the weights of a checkpoint to go on from.
         """

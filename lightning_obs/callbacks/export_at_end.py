@@ -37,7 +37,7 @@ class ExportAtEnd:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the first checkpoint; None: none is written."""
+        """The folder of the first checkpoint, for the report; None if only files are written."""
         for destination in self.destinations:
             if type(destination) is Destination:
                 return destination.path
@@ -45,11 +45,14 @@ class ExportAtEnd:
 
     @property
     def files(self) -> list[Path]:
-        """The paths of the files that are no checkpoints."""
+        """The paths of the files of other formats than a checkpoint, for the report."""
         return [destination.path for destination in self.destinations if type(destination) is not Destination]
 
     def options_for(self, options: CalibrationOptions) -> CalibrationOptions:
-        """The options for the calibration: no engine for checkpoints is asked where files alone are written.
+        """Return the options to calibrate with.
+
+        Called when a callback is made. Where only files of other formats are written, no engine loads a checkpoint, and
+        ``engines`` becomes ``"unchecked"`` unless the user has named some.
 
         Args:
             options: as the user has set them; engines that are named are asked.
@@ -143,6 +146,7 @@ class ExportAtEnd:
 
     @property
     def _paths(self) -> list[str]:
+        """The paths of all destinations, for messages."""
         return [str(destination.path) for destination in self.destinations]
 
     def _writes(self, trainer: Trainer) -> bool:

@@ -69,7 +69,11 @@ def class_of(value: object, *names: str) -> type[Any] | None:
 
 
 def package_of(cls: type[Any]) -> str | None:
-    """Return the package of Lightning that a class of a user derives from, as it is imported; None: from neither."""
+    """Return which package of Lightning a class derives from: ``lightning.pytorch``, ``pytorch_lightning`` or None.
+
+    The command line asks it about the classes that a config names: the Trainer and the LightningModule have to come
+    from the same package.
+    """
     for base in cls.__mro__:
         for package in _PACKAGES:
             if base.__module__.startswith(f"{package}."):

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def log_number(pl_module: LightningModule, name: str, value: float) -> None:
-    """Log a number that is equal on all ranks, or whose largest counts (the time)."""
+    """Log a number, as the maximum over ranks; called at the end of a validation's epoch.
+
+    Most numbers are equal on all ranks. Times differ, and the longest counts.
+    """
     pl_module.log(name, torch.tensor(value), sync_dist=True, reduce_fx="max")
 
 
 def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, errors: Sequence[LayerError]) -> None:
-    """Give the table of all layers to each logger that takes one; rank 0 does.
+    """Give the table of all layers to each logger that takes one; called after a calibration, works on rank 0.
 
     TensorBoard gets a text and a histogram, the CSV logger a file beside its own, and a logger with ``log_table``
     (Weights & Biases) a table.
@@ -48,6 +51,7 @@ def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, error
 
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
+    """Give the rows to one logger, in the form that its class takes (:func:`log_layers`)."""
     columns = _columns(rows)
     if class_of(logger, "TensorBoardLogger"):
         logger.experiment.add_text(f"{prefix}/layers", _markdown_table(columns, rows), step)
@@ -74,6 +78,7 @@ def _columns(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table, for TensorBoard."""
     lines = [" | ".join(columns), " | ".join(["---"] * len(columns))]
     for row in rows:
         cells = [str(row.get(column, "")) for column in columns]

@@ -43,7 +43,10 @@ class LostUpdates:
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def watch(self, trainer: Trainer) -> None:
-        """Measure the first step of each optimizer of a fit that starts, if it has weights in half precision."""
+        """Measure the first step of each optimizer of a fit that starts, if it has weights in half precision.
+
+        Called in ``on_train_start``.
+        """
         self.stop()
         self._warns = trainer.is_global_zero
         for optimizer in trainer.optimizers:
@@ -63,7 +66,10 @@ class LostUpdates:
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Remember some of the weights in half precision. Lightning runs the backward inside the step."""
+        """Remember some of the weights in half precision before an optimizer's step.
+
+        Lightning runs the backward inside the step, so which weights have a gradient is known only after it.
+        """
         self._earlier.clear()
         if optimizer not in self._waiting or _learning_rate(optimizer) == 0:
             return
@@ -74,7 +80,7 @@ class LostUpdates:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Compare them with the weights now."""
+        """Count how many of the remembered weights that have a gradient have changed; warn if they are too few."""
         with_gradient = changed = 0.0
         for parameter, values in self._earlier:
             if parameter.grad is not None:

@@ -46,6 +46,8 @@ _RANDOM_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 class ModuleState:
     """The attributes and buffers of a module, of its submodules, and of modules in lists and dicts that these hold.
 
+    Made by `QuantizedValidation` before the first batch; :meth:`restored` is the block of the second pass.
+
     Args:
         root: its state is recorded now.
     """
@@ -67,6 +69,7 @@ class ModuleState:
                 waiting.extend(copies.pop_modules())
 
     def _record(self, module: nn.Module, copies: _Copies) -> None:
+        """Record the attributes, buffers and table of submodules of one module."""
         special_names = {name for name in vars(module) if name.startswith("__")}
         untouched = _UNTOUCHED.union(special_names, _weight_names(module._parameters))
         for values in (vars(module), module._buffers, module._modules):
@@ -105,7 +108,7 @@ class _Namespace:
     parameters: dict[str, Any]
 
     def restore(self) -> None:
-        """Put the recorded values in place; names that came since are removed."""
+        """Put the recorded values in place, and remove names that came since; starts a second pass."""
         untouched = self.untouched | _weight_names(self.parameters)
         restored = {}
         for name, value in self.recorded.items():
@@ -119,7 +122,7 @@ class _Namespace:
         self.replace(restored)
 
     def replace(self, values: dict[str, Any]) -> None:
-        """Let the dict hold these values and no others."""
+        """Make the dict hold exactly these values: recorded ones, or after a second pass the present ones."""
         self.values.clear()
         self.values.update(values)
 
@@ -157,7 +160,9 @@ class _Copies:
                 recorded[name] = self.of(value)
 
     def of(self, value: Any) -> Any:
-        """A copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque and its items.
+        """Return a copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque.
+
+        The items of a container are copied in the same way.
 
         Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes and of
         subclasses of these. The attributes of a record (:func:`_is_record`) become one of ``namespaces``.
@@ -176,6 +181,7 @@ class _Copies:
         return copied
 
     def _copy(self, value: Any) -> Any:
+        """Copy one value that was not met before and is no record, as :meth:`of` says."""
         if isinstance(value, nn.Module):
             self._modules.append(value)
             return value
@@ -196,6 +202,7 @@ class _Copies:
         return value
 
     def _copy_container(self, value: Any) -> Any:
+        """Copy a list, deque or dict, and its items by :meth:`of`."""
         copied = copy.copy(value)
         self._copies[id(value)] = copied  # the container may hold itself
         places = value.keys() if isinstance(value, dict) else range(len(value))

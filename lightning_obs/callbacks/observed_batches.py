@@ -41,6 +41,8 @@ _SAMPLES = 2
 class ValidationSchedule:
     """Decides at each validation's start whether it calibrates; watches a sanity check that does not.
 
+    `CalibrationCallback` holds one.
+
     Args:
         every_n_epochs: in fit, calibrate in the validations of the epochs n, 2n, ... only.
         sanity_check: also calibrate in fit's sanity check.
@@ -60,7 +62,10 @@ class ValidationSchedule:
         self._sanity_watch: SanityWatch | None = None  # of the sanity check that runs now
 
     def is_due(self, trainer: Trainer, has_calibrated: bool) -> bool:
-        """Whether the validation that starts calibrates; ``has_calibrated``: whether there are qparams already."""
+        """Whether the validation that starts calibrates; asked in ``on_validation_start``.
+
+        ``has_calibrated`` says whether there are quantization parameters already.
+        """
         if trainer.sanity_checking:
             return self._sanity_check
         if trainer.state.fn != TrainerFn.FITTING:
@@ -70,7 +75,10 @@ class ValidationSchedule:
         return self._starts_at_once and not has_calibrated
 
     def watch(self, trainer: Trainer, session: CalibrationSession) -> None:
-        """In a sanity check that does not calibrate, see which layers its batches call."""
+        """In a sanity check that does not calibrate, see which layers its batches call.
+
+        Called in ``on_validation_start`` of a validation that does not calibrate.
+        """
         if trainer.sanity_checking and session.needs_data and not session.has_written:
             self._sanity_watch = SanityWatch(session)
 
@@ -88,6 +96,8 @@ class ValidationSchedule:
 
 class ObservedBatches:
     """Tells a session, batch by batch, whether to observe and which tokens count.
+
+    Both callbacks hold one, and call it before each batch.
 
     Args:
         token_mask: key of the batch, or function of it, that gives a tensor ``(batch, tokens)``, nonzero for tokens
@@ -115,6 +125,8 @@ class ObservedBatches:
 
     def start(self, trainer: Trainer, session: CalibrationSession) -> None:
         """Attach the session's observers for a validation that starts.
+
+        Called in ``on_validation_start`` by `CalibrationCallback`, if the validation calibrates.
 
         Raises:
             CalibrationError: ``dataloaders`` has a number or a key that the Trainer's loaders do not have.
@@ -152,7 +164,10 @@ class ObservedBatches:
             session.count_batches()
 
     def mask_of(self, batch: Any) -> torch.Tensor | None:
-        """Return which tokens of a batch count, ``(batch, tokens)``; None: all."""
+        """Return which tokens of a batch count, ``(batch, tokens)``; None: all.
+
+        Asked before each observed batch, and by the distillation, whose divergence leaves padding out.
+        """
         return None if self.token_mask is None else find_mask(batch, self.token_mask)
 
     def stop(self) -> None:
@@ -160,6 +175,7 @@ class ObservedBatches:
         self._on_host = {}
 
     def _is_wanted(self, trainer: Trainer, session: CalibrationSession, dataloader_idx: int) -> bool:
+        """Whether the batch that is about to run is observed, by ``max_batches`` and ``dataloaders``."""
         if self._max_batches is not None and session.batches >= self._max_batches:
             return False
         if self._loader_names is None:
@@ -168,6 +184,7 @@ class ObservedBatches:
         return dataloader_idx in self._loader_names or key in self._loader_names
 
     def _require_loaders(self, loaders: Mapping[Any, Any]) -> None:
+        """Refuse ``dataloaders`` that the Trainer's ``loaders`` do not have."""
         if self._loader_names is None:
             return
         names = list(dict.fromkeys([*range(len(loaders)), *loaders]))
@@ -180,6 +197,7 @@ class ObservedBatches:
             )
 
     def _keep_on_host(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        """Keep a batch that was fetched, until :meth:`begin_batch` takes its mask."""
         self._on_host[batch_idx, dataloader_idx] = batch
 
 
@@ -194,6 +212,7 @@ def validation_loaders(trainer: Trainer) -> dict[Any, Any]:
 
 
 def _as_list(dataloaders: int | str | Sequence[int | str] | None) -> list[int | str] | None:
+    """The numbers and keys of ``dataloaders`` as a list; None: all loaders."""
     if dataloaders is None:
         return None
     if isinstance(dataloaders, (str, int)):
@@ -202,6 +221,7 @@ def _as_list(dataloaders: int | str | Sequence[int | str] | None) -> list[int | 
 
 
 def _warn_of_repeated_samples(trainer: Trainer, loaders: Mapping[Any, Any]) -> None:
+    """Warn if ``DistributedSampler`` gives this rank samples that another rank has, too."""
     repeated = sum(repeated_samples(loader) for loader in loaders.values())
     if repeated:
         warn(
@@ -256,7 +276,10 @@ def _transfers_only(trainer: Trainer) -> bool:
 
 
 class FirstCall:
-    """The arguments of the first observed call of a session's model: positional ones, and those by name."""
+    """The arguments of the first observed call of a session's model, an example to trace the model with later.
+
+    `Results` holds one; ``export_onnx`` and ``export_program`` without an example use it.
+    """
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None  # whose call it is
@@ -362,7 +385,10 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
 
 
 def label_names(model: nn.Module) -> list[str]:
-    """The arguments of a transformers model's forward from which it computes a loss."""
+    """The arguments of a transformers model's forward that hold labels; none for other models.
+
+    They are left out of the example for a traced file, here and in the command line.
+    """
     if not is_transformers_model(model):
         return []
     from transformers.utils import find_labels

@@ -215,7 +215,7 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Keep the original for a teacher; refuse a model that the user froze: no optimizer could be made of it."""
+        """Copy the model if its original is the teacher; refuse a model whose parameters are all frozen."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -233,7 +233,7 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse setups that cannot train; hand learned scales to the optimizer, wrap the loss."""
+        """Refuse setups that cannot train; give learned scales to the optimizer; wrap the step to distill."""
         require_precision(trainer)
         session = self.prepare(trainer, pl_module)
         require_trainable(session)
@@ -260,7 +260,7 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put the ranges of the last validation in force; observe this batch if ranges are due."""
+        """Put the ranges of the last validation in force; observe this batch if activations' ranges are due."""
         if not self.quantized_fit.has_started(trainer):
             return
         self.quantized_fit.begin_training_batch(trainer, pl_module)
@@ -285,7 +285,7 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe the trained weights; warn if training scales alone has changed none.
+        """Observe the trained weights; warn if a training of scales alone has changed no scale.
 
         A float8 scale takes a change of 3 to 6 % to become its neighbour.
         """
@@ -309,7 +309,7 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the ranges of a first calibration; keep a fit's statistics until training goes on."""
+        """Write the ranges of a first calibration; in a fit keep the statistics until training goes on."""
         _begin_validation(self, trainer, pl_module)
         if self.session is not None and self.session.is_attached:
             if trainer.state.fn == TrainerFn.VALIDATING:
@@ -321,7 +321,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keep the metrics that were logged; refuse a file that has no example; go on to training, or leave nothing."""
+        """Keep the logged metrics; return to training, or outside of fit remove all hooks.
+
+        A file that ``export_to`` is to trace and for which no batch has given an example is an error here.
+        """
         self.results.keep_metrics(trainer)
         if self.export_at_end is not None:
             self.export_at_end.require_example(trainer, self.results)
@@ -435,5 +438,5 @@ class _ChangesOfFit(ExitStack):
     """Changes of the LightningModule while fit runs: its wrapped ``training_step``, its frozen weights."""
 
     def stop(self) -> None:
-        """Undo the changes."""
+        """Undo the changes; called when the run ends, however it ends."""
         self.close()

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 class QuantizedMetrics:
     """Runs the second pass of each validation and test, and logs its metrics as ``<name>_quantized``.
 
+    `CalibrationCallback` holds one with ``evaluate``, and calls :meth:`start`, :meth:`keep_batch` and
+    :meth:`measure` in the hooks of the epoch's start, of each batch and of the epoch's end.
+
     Args:
         evaluate: True, or the share in (0, 1] of each loader's batches to run again.
 
@@ -48,7 +51,7 @@ class QuantizedMetrics:
         require_batches(trainer, pl_module, "evaluate")
 
     def start(self, trainer: Trainer, pl_module: LightningModule, session: CalibrationSession) -> None:
-        """Make ready for the second pass of a validation or test that starts."""
+        """Prepare the second pass of a validation or test that starts."""
         self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self._share)
 
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:

@@ -184,7 +184,10 @@ class _RandomStates:
 
 
 def step_of(trainer: Trainer) -> str:
-    """The name of the LightningModule's step that runs now: ``validation_step`` or ``test_step``."""
+    """The name of the LightningModule's step that runs now: ``validation_step`` or ``test_step``.
+
+    Named in errors and warnings.
+    """
     return "test_step" if trainer.state.fn == TrainerFn.TESTING else "validation_step"
 
 

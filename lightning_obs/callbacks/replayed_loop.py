@@ -94,6 +94,7 @@ class ReplayedLoop:
         raise AssertionError("the second pass runs in a validation or a test")
 
     def _make_loop(self, batches_of_loaders: list[KeptBatches], predictions: Predictions) -> Any:
+        """Make a loop of the class of the Trainer's, without set-up, which takes the kept batches."""
         first_loop = self._first_loop
         loop_class: Any = class_of(first_loop, "_EvaluationLoop")
         trainer = _TrainerWithoutCallbacks(self._trainer)
@@ -116,6 +117,7 @@ class ReplayedLoop:
         return loop
 
     def _make_connector(self, metrics: dict[str, dict[str, Any]]) -> Any:
+        """Make a connector that begins with ``metrics`` and hands what is logged to `_keep_logged`."""
         connector_class: Any = class_of(self._trainer._logger_connector, "_LoggerConnector")
         connector = connector_class(self._trainer)
         for name, values in metrics.items():
@@ -150,7 +152,10 @@ class ReplayedLoop:
 
 
 def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
-    """Copies of the metrics that the Trainer shows now, with which a :class:`ReplayedLoop` begins."""
+    """Return copies of the metrics that the Trainer shows now, with which a :class:`ReplayedLoop` begins.
+
+    Called before the first batch of the first pass.
+    """
     connector = trainer._logger_connector
     return {name: dict(getattr(connector, name)) for name in _METRICS}
 
@@ -187,7 +192,7 @@ class _KeptBatchFetcher:
 
     @property
     def done(self) -> bool:
-        """Whether the last batch was fetched."""
+        """Whether the last batch was fetched; Lightning's loop asks before each batch."""
         return not any(map(len, self._batches_of_loaders))
 
     def __next__(self) -> tuple[Any, int, int]:

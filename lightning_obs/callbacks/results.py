@@ -42,8 +42,9 @@ _LAYERS_SHOWN = 5
 class Results:
     """Reads a callback's results from its session and from what its runs have measured.
 
-    A library may deep-copy a callback and run the copy (neuralforecast does). The original's results are then the
-    copy's.
+    Each callback holds one, and its public methods (``export``, ``report``, ``layer_errors``...) call the methods
+    of the same names here. A library may deep-copy a callback and run the copy (neuralforecast does). The
+    original's results are then the copy's.
 
     Args:
         trainer_session: holds the session.
@@ -112,11 +113,11 @@ class Results:
 
     @property
     def has_calibrated(self) -> bool:
-        """Whether there are quantization parameters, computed or loaded."""
+        """Whether there are quantization parameters, computed or loaded; deep copies are asked, too."""
         return self.trainer_session.has_calibrated
 
     def register(self) -> None:
-        """Let deep copies know that these results have a session now."""
+        """Tell deep copies of the callback that these results have a session now; called by ``prepare``."""
         if self._copies is not None:
             self._copies.register(self)
 
@@ -299,7 +300,7 @@ class Results:
     # ------------------------------------------------------------------ at the end of a validation
 
     def logs(self, trainer: Trainer) -> bool:
-        """Whether the Trainer's loggers get the results."""
+        """Whether the Trainer's loggers get the results: the option ``log``; if it is None, whether any exist."""
         return bool(trainer.loggers) if self._log is None else self._log
 
     def log_calibration(
@@ -324,7 +325,10 @@ class Results:
         log_layers(trainer, self.log_prefix, session, errors)
 
     def show_calibration(self, trainer: Trainer, pl_module: LightningModule, is_printed: bool) -> None:
-        """Give a calibration to the loggers, and with ``is_printed`` print its worst layers."""
+        """Log a calibration, and with ``is_printed`` print the layers with the largest errors.
+
+        Called by `CalibrationCallback` in ``on_validation_epoch_end``, after it has calibrated.
+        """
         errors = self.layer_errors() if is_printed or self.logs(trainer) else []
         self.log_calibration(trainer, pl_module, errors)
         if is_printed and errors and trainer.is_global_zero:
@@ -341,7 +345,7 @@ class Results:
 
     @property
     def curves(self) -> list[dict[str, float]]:
-        """The metrics that each validation has logged, with their ``step``."""
+        """By validation, the values of its logged metrics, and its ``step``; the report draws them."""
         curves = []
         for logged in self._source._validations:
             curves.append({name: float(value) for name, value in logged.items()})
@@ -349,7 +353,7 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """By name, each metric of the last validation and of its second, quantized pass."""
+        """By name, each metric of the last validation, and its value in the second, quantized pass."""
         source = self._source
         if not source.curves:
             return {}

@@ -39,14 +39,15 @@ class SanityWatch:
         self._watched_count = len(self._uncalled)
 
     def _record_call(self, module: nn.Module, args: Any) -> None:
+        """The hook of a watched module: note that it was called."""
         self._uncalled.pop(module, None)
 
     def close(self) -> None:
-        """Remove the hooks."""
+        """Remove the hooks, after the sanity check."""
         self._hooks.close()
 
     def tell(self) -> None:
-        """Warn of the modules that were not called."""
+        """Warn of the modules that were not called; called on rank 0 at the end of the sanity check."""
         names = list(self._uncalled.values())
         if names:
             called_count = self._watched_count - len(names)

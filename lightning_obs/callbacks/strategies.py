@@ -131,8 +131,8 @@ def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> N
 def repeated_samples(loader: Any) -> int:
     """Return how many samples at the end of this rank's share another rank has, too.
 
-    ``DistributedSampler`` starts its dataset again where the number of ranks does not divide it, so that all ranks have
-    as many samples.
+    Asked by `ObservedBatches`, which leaves these samples out of a calibration. ``DistributedSampler`` starts its
+    dataset again where the number of ranks does not divide it, so that all ranks have as many samples.
     """
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
@@ -144,8 +144,8 @@ def repeated_samples(loader: Any) -> int:
 def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
     """Return which samples of a batch count, ``(batch,)``: False for a sample that another rank has, too.
 
-    None if all count: the loader repeats none, or its batches are not those of a ``BatchSampler`` of a fixed size, so
-    that it is not known which samples a batch has.
+    Called before each observed batch of a run on several ranks. None if all count: the loader repeats none, or its
+    batches are not those of a ``BatchSampler`` of a fixed size, so that it is not known which samples a batch has.
     """
     repeated = repeated_samples(loader)
     batch_sampler = loader.batch_sampler

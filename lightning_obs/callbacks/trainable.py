@@ -21,7 +21,7 @@ _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
 def require_precision(trainer: Trainer) -> None:
-    """Refuse a Trainer that trains weights in another precision than they were loaded in.
+    """Refuse a Trainer whose precision converts the weights for training; called when fit starts.
 
     Raises:
         CalibrationError: the precision is none of those that keep weights as they are.
@@ -56,6 +56,8 @@ def require_trainable(session: CalibrationSession) -> None:
 
 def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
     """Whether a calibrated model can be trained with the options of its calibration.
+
+    Asked to decide whether a report proposes fine-tuning as the next step.
 
     Args:
         session: of the calibration.

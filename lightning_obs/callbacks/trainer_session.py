@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 class TrainerSession:
     """Makes the session of a Trainer's module, and keeps it from run to run.
 
+    Each callback holds one, prepares it when a run starts, and reads the session from it.
+
     Args:
         module_path: attribute path of the module to calibrate; None: :func:`find_module` chooses it.
 
@@ -51,17 +53,22 @@ class TrainerSession:
 
     @property
     def pl_module(self) -> LightningModule:
-        """The LightningModule that holds the session's model; there is one once the session was prepared."""
+        """The LightningModule that holds the session's model; may be read only after :meth:`prepare`."""
         assert self._pl_module is not None
         return self._pl_module
 
     @property
     def has_calibrated(self) -> bool:
-        """Whether the session has quantization parameters, computed or loaded."""
+        """Whether the session has quantization parameters, computed or loaded.
+
+        Hooks ask before they measure or export.
+        """
         return self.session is not None and self.session.has_written
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, options: CalibrationOptions) -> CalibrationSession:
         """Return the session of the module to calibrate; a new one if the model is another than in the last run.
+
+        Called by the callbacks' ``prepare``, when a run or a validation starts.
 
         Args:
             trainer: runs the model now, or will; its strategy tells how ranks communicate.
@@ -87,7 +94,7 @@ class TrainerSession:
         return self.session
 
     def require_calibrated(self) -> CalibrationSession:
-        """Return the session.
+        """Return the session, for whoever needs a calibration: exports, reports, the second pass.
 
         Raises:
             CalibrationError: nothing was calibrated yet.
@@ -100,6 +107,8 @@ class TrainerSession:
 
     def finalize(self) -> bool:
         """Compute the quantization parameters of the observed data, write them to the modules, and print the result.
+
+        Called in ``on_validation_epoch_end``.
 
         Returns:
             Whether it has; in a fit False, with a warning, if the validation lacks data.
@@ -132,7 +141,7 @@ class TrainerSession:
         self.session = None
 
     def take_state(self) -> dict[str, Any] | None:
-        """Hand the kept state over to the session that was prepared; None if there is none."""
+        """Return the kept state for ``prepare`` to load, and keep it no longer; None if there is none."""
         state = self.saved_state
         self.saved_state = None
         return state
@@ -227,6 +236,7 @@ def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.
 
 
 def _submodule(pl_module: nn.Module, path: str) -> nn.Module:
+    """Return the submodule at a path; a path that does not exist is an error that names the children."""
     try:
         return pl_module.get_submodule(path)
     except AttributeError as error:
@@ -295,6 +305,8 @@ def _nearest_models(pl_module: nn.Module) -> dict[str, nn.Module]:
 
 def describe(pl_module: nn.Module, module_path: str | None, session: CalibrationSession) -> str:
     """Say which module a session calibrates, how many of its layers, and which stay in float.
+
+    Printed when a session is made, and by the command line's ``calibrate``.
 
     Args:
         pl_module: holds the module.
