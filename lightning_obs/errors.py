@@ -53,6 +53,7 @@ class CalibrationError(ValueError):
         super().__init__(printable(self._message()))
 
     def _message(self) -> str:
+        """The text of the error, from its parts that are given."""
         given = {"got": self.got, "expected": self.expected}
         facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
         text = f"{self.what}{': ' if self.where else ''}{name_list(self.where)}."
@@ -60,7 +61,7 @@ class CalibrationError(ValueError):
         return f"{text} Remedy: {self.remedy}" if self.remedy else text
 
     def said_of(self, owner: str) -> CalibrationError:
-        """This error, beginning with the rank or the candidate that it belongs to."""
+        """Return this error with ``owner`` in front: the rank or the candidate that has failed."""
         given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
         return CalibrationError(f"{owner}: {self.what}", **given)
 
@@ -77,7 +78,12 @@ class CalibrationWarning(UserWarning):
 def refuse(
     where: Sequence[str], what: str, *, got: object = None, expected: object = None, remedy: str | None = None
 ) -> None:
-    """Raise a :class:`CalibrationError` that names ``where``, unless there is nothing to name.
+    """Raise a :class:`CalibrationError` unless ``where`` is empty; checks call it with the names they object to.
+
+    Args:
+        where: names of the modules, tensors or options that are wrong.
+        what: the problem in one clause.
+        got, expected, remedy: as :class:`CalibrationError` takes them.
 
     >>> refuse([], "the weight is not floating point")
     """
@@ -86,7 +92,7 @@ def refuse(
 
 
 def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "unknown option") -> None:
-    """Raise a :class:`CalibrationError` for names that are not known, with the nearest that is.
+    """Raise a :class:`CalibrationError` for ``given`` names that are not ``known``, each with the nearest known name.
 
     >>> refuse_unknown(["export_dir"], ["export_to", "ignore"])
     Traceback (most recent call last):
@@ -101,7 +107,7 @@ def refuse_unknown(given: Iterable[str], known: Collection[str], what: str = "un
 
 
 def require_choice(name: str, value: object, choices: Collection[str]) -> None:
-    """Raise a :class:`CalibrationError` for an option whose value is none of its choices.
+    """Raise a :class:`CalibrationError` unless the ``value`` of the option ``name`` is among its ``choices``.
 
     >>> require_choice("on_missing", "ignore", ["error", "warn"])
     Traceback (most recent call last):
@@ -113,7 +119,7 @@ def require_choice(name: str, value: object, choices: Collection[str]) -> None:
 
 
 def require_kind(name: str, value: object, kinds: Any, expected: str) -> None:
-    """Raise a :class:`CalibrationError` for an option of another type; None is of any.
+    """Raise a :class:`CalibrationError` unless the ``value`` of the option ``name`` is of ``kinds``, or None.
 
     >>> require_kind("module", 3, (str,), "the path of a module")
     Traceback (most recent call last):
@@ -124,7 +130,9 @@ def require_kind(name: str, value: object, kinds: Any, expected: str) -> None:
 
 
 def require_bool(**options: object) -> None:
-    """Raise a :class:`CalibrationError` for an option that is neither True nor False: the text 'no' would be true.
+    """Raise a :class:`CalibrationError` for an option that is neither True nor False.
+
+    The text "no" would count as true.
 
     >>> require_bool(overwrite="no")
     Traceback (most recent call last):
@@ -148,7 +156,7 @@ def require_at_least(least: int, **options: float | None) -> None:
 
 
 def likely(name: str, known: Iterable[str]) -> str:
-    """A hint to append to a wrong name: the closest known name, or an empty string.
+    """Return a hint to append to an error about a wrong name: the closest known name, or an empty string.
 
     >>> "unknown observer minmx" + likely("minmx", ["minmax", "mse"])
     'unknown observer minmx (did you mean `minmax`?)'
@@ -165,7 +173,10 @@ def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> s
 
 
 def sendable(failure: Exception, key: tuple[str, str] | None = None) -> CalibrationError:
-    """A failure as an error that can always be pickled; ``key`` is the observer where it happened."""
+    """Return a failure as a :class:`CalibrationError` that can always be pickled, to be sent to the other ranks.
+
+    ``key`` is the observer at which it happened, as module name and base name; None: at no single one.
+    """
     where = [] if key is None else [key_text(key)]
     if isinstance(failure, CalibrationError):
         got, expected = (None if x is None else str(x) for x in (failure.got, failure.expected))
@@ -175,7 +186,10 @@ def sendable(failure: Exception, key: tuple[str, str] | None = None) -> Calibrat
 
 
 def require_no_failure(failures: Sequence[CalibrationError | None]) -> None:
-    """Raise the first of the ranks' failures (:func:`sendable`; None where nothing failed), with its rank."""
+    """Raise the first of the ranks' failures, with its rank; called on every rank, so that all raise the same.
+
+    ``failures`` has one item for each rank: an error made by :func:`sendable`, or None where nothing failed.
+    """
     failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
     if failed:
         rank, first = failed[0]
@@ -186,8 +200,9 @@ def require_no_failure(failures: Sequence[CalibrationError | None]) -> None:
 def warn(message: str) -> None:
     """Give a :class:`CalibrationWarning` that points at the user's line, however deep in the package it arises.
 
-    That is the innermost call from a module outside the packages above. Modules are known by their names, so it does
-    not matter where they are installed; run by ``python -m lightning_obs``, the line is that of ``__main__.py``.
+    The user's line is the innermost call from a module outside the packages in ``_ON_THE_WAY``. Modules are known by
+    their names, so it does not matter where they are installed. Under ``python -m lightning_obs`` the line is that of
+    ``__main__.py``.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).partition(".")[0] in _ON_THE_WAY:
@@ -196,7 +211,7 @@ def warn(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    r"""The text for a terminal: characters that would control it, or cannot be encoded, as their escapes.
+    r"""Return the text for a terminal: control characters, and characters that cannot be encoded, as their escapes.
 
     >>> print(printable("layer\x1b[2J.\ud800"))
     layer\x1b[2J.\ud800
@@ -206,7 +221,7 @@ def printable(text: str) -> str:
 
 
 def name_list(names: Sequence[str], shown: int = _NAMES_SHOWN) -> str:
-    """Join module names for a person to read, the first few and a count of the rest.
+    """Join names of modules for a message: the first ``shown`` names, and a count of the rest.
 
     >>> name_list(["a", "b", "c"], shown=2)
     'a, b and 1 more'

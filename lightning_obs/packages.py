@@ -29,7 +29,9 @@ EXTRAS = {
 
 
 def install_command(name: str) -> str:
-    """The command that installs a package, or the module of a package, by the name under which it is imported.
+    """Return the command that installs a package, for the remedy of an error.
+
+    ``name`` is the name under which the package, or a module of it, is imported.
 
     >>> install_command("scipy.optimize")
     'pip install "lightning-obs[mixed]"'

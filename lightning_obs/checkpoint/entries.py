@@ -47,7 +47,7 @@ Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint, or some of its rows."""
+    """A tensor of a checkpoint, or some of its rows, on the way from its module to the writer of the files."""
 
     #: the name of the tensor, in its module or in the state dict
     name: str
@@ -181,7 +181,7 @@ class _Output:
         self._put = put
 
     def takes(self, key: str, prefixes: Iterable[str]) -> bool:
-        """Whether a module's tensor is wanted under any of its names."""
+        """Whether a module's tensor is wanted under any of its names; asked before the tensor is gathered."""
         return any(prefix + key in self._layout for prefix in prefixes)
 
     def put_all(self, entries: Iterable[Entry], prefixes: Iterable[str]) -> None:
@@ -361,12 +361,14 @@ _BITS_COMPUTED_HERE = {
 
 
 def compressor_of(scheme: QuantizationScheme) -> Any:
-    """compressed-tensors' compressor of a scheme's format."""
+    """Return compressed-tensors' compressor of a scheme's format; ``load.py`` decompresses with it."""
     return BaseCompressor.get_value_from_registry(CompressionFormat(scheme.format).value)
 
 
 def compressed_layout(module: nn.Module, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme) -> Tensors:
-    """A module's entries in a checkpoint as meta tensors: their names, shapes and dtypes.
+    """Return a module's entries in a checkpoint as meta tensors: their names, shapes and dtypes.
+
+    Called to lay a checkpoint out before it is written, and in ``load.py`` to check one before it is read.
 
     Args:
         module: its kind says which matrix its weight is.
@@ -389,6 +391,8 @@ def compress_by_rows(
     module: nn.Module, tensors: Mapping[str, torch.Tensor], scheme: QuantizationScheme
 ) -> Iterator[Entry]:
     """Yield a module's entries in a checkpoint, a block of rows at a time where rows can be compressed separately.
+
+    Called for each compressible module while a checkpoint is written.
 
     Args:
         module: its kind says which matrix its weight is.

@@ -228,6 +228,7 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
 
 
 def _quantizes_weight(module: nn.Module) -> bool:
+    """Whether the module was calibrated by a scheme that quantizes its weight."""
     scheme = get_scheme(module)
     return scheme is not None and scheme.weights is not None
 

@@ -16,7 +16,7 @@ from torch import nn
 
 
 def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
-    """The path at which the exported module held ``model``.
+    """Return the path at which the exported module held ``model``.
 
     Empty if the exported module was ``model`` itself, or if several paths, or none, are possible.
 
@@ -39,7 +39,10 @@ def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
 
 
 def module_around(model: nn.Module, prefix: str) -> nn.Module:
-    """A new module that holds nothing but ``model``, at the path ``prefix``: its state dict has the folder's names."""
+    """Return a new module that holds nothing but ``model``, at the path ``prefix``.
+
+    `load_checkpoint` loads into it, because its state dict has the names of the folder.
+    """
     for name in reversed(prefix.split(".")):
         parent = nn.Module()
         parent.add_module(name, model)
@@ -48,7 +51,9 @@ def module_around(model: nn.Module, prefix: str) -> nn.Module:
 
 
 def hint_of_names(model: nn.Module, stored: Sequence[str]) -> str | None:
-    """A remedy for a folder of a module around ``model``, or inside it; None if the names show neither.
+    """Return a remedy for loading a folder of a module around ``model``, or of a module inside it.
+
+    Called when the folder's tensors do not fit. None if the names show neither case.
 
     Args:
         model: the module to load into, which the folder does not fit.

@@ -23,7 +23,7 @@ _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the dict with one more entry: the checksum of all others, which :func:`require_whole` compares."""
+    """Return a copy of the state with one more entry: the checksum of all others, for :func:`require_whole`."""
     content = {key: value for key, value in state.items() if key != SEAL}
     checksum = state_checksum(content)
     content[SEAL] = checksum
@@ -36,6 +36,8 @@ def require_whole(
     remedy: str = "load the checkpoint of this model, or calibrate again.",
 ) -> None:
     """Refuse a state of which anything was changed, lost or added since it was :func:`sealed`.
+
+    Called when a state is loaded from a file.
 
     Args:
         state: a state that was loaded from a file.
@@ -85,10 +87,14 @@ def _checksum_of_items(items: list[Any], crc: int) -> int:
 
 
 def form_checksum(tensor: torch.Tensor, crc: int = 0) -> int:
-    """Checksum of a tensor's dtype and shape, which :func:`state_checksum` continues with the tensor's bytes."""
+    """Return the checksum of a tensor's dtype and shape, without its data.
+
+    :func:`state_checksum` continues it with the bytes of the tensor.
+    """
     return state_checksum([str(tensor.dtype), *tensor.shape], crc)
 
 
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a tensor as bytes, copied to the CPU if it is elsewhere."""
     flat = tensor.detach().cpu().reshape(-1).contiguous()
     return flat.view(torch.uint8).numpy().data

@@ -68,7 +68,7 @@ class _OpenFiles:
         self._descriptors: list[int] = []
 
     def open(self, path: Path, flags: int) -> int:
-        """Open a file; a new one gets the permissions of the umask."""
+        """Open a file for the writer or the reader; a new file gets the permissions of the umask."""
         descriptor = os.open(path, flags, 0o666)
         self._descriptors.append(descriptor)
         return descriptor
@@ -95,7 +95,7 @@ class Tally:
     done: int = 0
 
     def add(self, name: str, size: int) -> None:
-        """Count ``size`` bytes of a tensor."""
+        """Count ``size`` bytes of the tensor ``name``; called after it was written or searched."""
         self.done += size
         if self.progress is not None:
             self.progress(name, self.done, self.total)
@@ -104,8 +104,9 @@ class Tally:
 class TensorWriter:
     """Writes the weight files of a checkpoint.
 
-    The constructor writes the headers, and an index if there are several files; tensors follow in any order, by
-    :meth:`write` or :meth:`copy`; :meth:`require_complete` checks the end.
+    Exports make one, and so does the calibration layer by layer for the file of each part. The constructor writes
+    the headers, and an index if there are several files; tensors follow in any order, by :meth:`write` or
+    :meth:`copy`; :meth:`require_complete` checks the end.
 
     Args:
         folder: an existing folder.
@@ -205,6 +206,8 @@ class TensorWriter:
     def copy(self, name: str, reader: TensorReader, source: str) -> None:
         """Write the tensor ``name`` by copying a tensor of another checkpoint, block by block.
 
+        Called by `QuantizedFiles`, for tensors that are not quantized.
+
         Args:
             name: a name of the layout.
             reader: of the other checkpoint.
@@ -219,7 +222,7 @@ class TensorWriter:
         self._tally.add(name, copied)
 
     def require_complete(self) -> None:
-        """Refuse files that lack tensors, or rows of them."""
+        """Refuse files that lack tensors, or rows of them; called when all should be written."""
         incomplete = [name for name, missing in self._bytes_missing.items() if missing]
         refuse(incomplete, "tensors of the checkpoint were not written")
 
@@ -314,7 +317,7 @@ class TensorReader:
         return name in self._open_files.places
 
     def meta(self, name: str) -> torch.Tensor:
-        """A meta tensor with a tensor's shape and dtype."""
+        """Return a meta tensor with a tensor's shape and dtype; nothing is read."""
         return self._open_files.places[name].meta
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
@@ -345,7 +348,10 @@ class TensorReader:
         return data
 
     def blocks(self, name: str) -> Iterator[memoryview]:
-        """Yield the bytes of a tensor in order, in blocks of up to 16 MiB; each block is overwritten by the next."""
+        """Yield the bytes of a tensor in order, in blocks of up to 16 MiB; each block is overwritten by the next.
+
+        :meth:`TensorWriter.copy` copies a tensor by them.
+        """
         place = self._open_files.places[name]
         size = place.meta.nbytes
         checksum = form_checksum(place.meta)
@@ -362,7 +368,8 @@ class TensorReader:
     def watch(self, checksums: Mapping[tuple[str, int | None], int] | None = None) -> None:
         """Keep the checksum of everything that is read from now on; reading other bytes later is an error.
 
-        For a run that reads a checkpoint several times, or continues a killed run.
+        The calibration layer by layer calls it, because it reads a checkpoint several times and may continue a
+        killed run.
 
         Args:
             checksums: of tensors that were read earlier, as in :attr:`checksums`, perhaps by another process.
@@ -455,10 +462,12 @@ def _refuse_overlaps(path: Path, offsets: Mapping[str, tuple[int, int]]) -> None
 
 
 def _described(tensor: torch.Tensor) -> str:
+    """A tensor's dtype and shape, for an error."""
     return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _row_bytes(tensor: torch.Tensor) -> int:
+    """The number of bytes of one row of a tensor."""
     return tensor.nbytes // len(tensor)
 
 
@@ -487,6 +496,9 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
 def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
     """Write ``model.safetensors.index.json``, which names the file of each tensor.
 
+    Called where a checkpoint has several files: by :class:`TensorWriter`, and at the end of a calibration layer by
+    layer.
+
     Args:
         folder: the folder of the files.
         files: by tensor, the name of its file.
@@ -511,6 +523,7 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _is_name_in_folder(file: str) -> bool:
+    """Whether a file's name in an index is a plain name, which cannot lead out of the folder."""
     return file not in ("", ".", "..") and Path(file).name == file
 
 
@@ -548,7 +561,11 @@ def _read_all(file: int, data: memoryview, start: int) -> None:
 
 
 def give_back_freed() -> None:
-    """Let glibc return freed memory to the system: between tensors of many sizes it keeps most of it."""
+    """Let glibc return freed memory to the system.
+
+    Called now and then while tensors are written or searched: between tensors of many sizes glibc keeps most of
+    what was freed.
+    """
     if sys.platform.startswith("linux"):
         with suppress(AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)

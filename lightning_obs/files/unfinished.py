@@ -69,7 +69,7 @@ class Unfinished:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of which this rank has a state, in ascending order."""
+        """The steps of which this rank has a state, in ascending order; a run that begins reads them."""
         pattern = re.compile(rf"state-(\d+)-{self.rank}\.pt")
         steps = []
         for path in self.folder.glob("*"):
@@ -116,6 +116,7 @@ class Unfinished:
         return state
 
     def _path(self, step: int) -> Path:
+        """The file of this rank's state after a step."""
         return self.folder / f"state-{step}-{self.rank}.pt"
 
     def remove(self) -> None:

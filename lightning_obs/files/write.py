@@ -183,7 +183,10 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 
 
 def require_room(partial: Path, size: int) -> None:
-    """Raise ``OSError`` if the disk that holds the folder ``partial`` has less than ``size`` bytes free."""
+    """Raise ``OSError`` if the disk that holds the folder ``partial`` has less than ``size`` bytes free.
+
+    Called before the weights of a checkpoint are written, once their size is known.
+    """
     free = shutil.disk_usage(partial).free
     if free < size:
         raise OSError(errno.ENOSPC, f"{free:,} bytes are free, the weights have {size:,}")
@@ -213,7 +216,7 @@ def _real_path(path: Path) -> Path:
 
 
 def write_contents(folder: Path) -> None:
-    """Write :data:`CONTENTS_FILE`, the list of everything in ``folder``."""
+    """Write :data:`CONTENTS_FILE`, the list of everything in ``folder``; :func:`whole_folder` calls it last."""
     checksums = {name: file_checksum(folder / name) for name in _names_in(folder)}
     (folder / CONTENTS_FILE).write_text(json.dumps({"files": checksums}, indent=1) + "\n")
 
@@ -241,7 +244,9 @@ def refuse_damage(folder: Path) -> None:
 
 
 def refuse_foreign(folder: Path, shown: Path | None = None) -> None:
-    """Refuse to replace a folder with files that are not, byte for byte, as an export wrote them there.
+    """Refuse to replace a folder that holds files which no export wrote, or which have changed since.
+
+    Called before a folder is replaced, and again at the moment when nobody can add a file to it any more.
 
     Args:
         folder: where the files are now.
@@ -280,7 +285,10 @@ def _listed_checksums(folder: Path) -> dict[str, int | None]:
 
 
 def file_checksum(path: Path) -> int | None:
-    """CRC-32 of a file's bytes; None for a folder, -1 for anything else (a pipe, a device, a dead link)."""
+    """CRC-32 of a file's bytes; None for a folder, -1 for anything else (a pipe, a device, a dead link).
+
+    Computed for the list of a folder's files, and for the files of an unfinished run.
+    """
     if path.is_dir():
         return None
     if not path.is_file():
@@ -316,7 +324,10 @@ class Staging:
         self.partial.parent.mkdir()
 
     def close(self) -> None:
-        """Delete the hidden folder; put the replaced folder back if an interrupt came between two renames."""
+        """Delete the hidden folder, when the write has ended in any way.
+
+        A replaced folder goes back to its name if an interrupt came between two renames.
+        """
         try:
             _put_back_and_delete(self._folder)
         except KeyboardInterrupt:  # it may have come while the replaced folder was deleted
@@ -326,7 +337,7 @@ class Staging:
             os.close(self._lock)
 
     def replace_file(self, overwrite: bool) -> None:
-        """Give the file its name.
+        """Give the complete file its name; called at the end of :func:`whole_file`.
 
         Raises:
             FileExistsError: the name is taken and ``overwrite`` is off.
@@ -343,7 +354,9 @@ class Staging:
         os.replace(self.partial, self.target)
 
     def replace_folder(self, overwrite: bool) -> None:
-        """Give the folder its name; a folder that has the name is replaced if ``overwrite`` is set.
+        """Give the complete folder its name; called at the end of :func:`whole_folder`.
+
+        A folder that has the name is replaced if ``overwrite`` is set.
 
         Raises:
             CalibrationError: it holds files that no export wrote. Nothing is replaced.
@@ -380,7 +393,10 @@ class Staging:
 
 
 def clean_up_after_killed_writers(parent: Path) -> None:
-    """Delete the hidden folders of killed writers in ``parent``; put back a folder killed between its two renames."""
+    """Delete the hidden folders of killed writers in ``parent``; put back a folder killed between its two renames.
+
+    Called before anything is written into ``parent``, and before a checkpoint that is missing there is loaded.
+    """
     try:
         children = list(parent.iterdir())
     except OSError:  # whoever writes or reads there next says why

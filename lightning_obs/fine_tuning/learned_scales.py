@@ -79,7 +79,7 @@ class LearnedScales:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The log factors, in the plan's order."""
+        """The log factors, in the plan's order. Their gradients are averaged over ranks after each backward."""
         return [scale.log_factor for scale in self._scales.values()]
 
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -152,7 +152,7 @@ class LearnedScales:
 
     @torch.no_grad()
     def values(self) -> dict[str, torch.Tensor]:
-        """The present scales, to be written to the modules: ``{"layer.weight_scale": tensor}``."""
+        """The present scales by name, ``{"layer.weight_scale": tensor}``, to be written to the modules."""
         scales = {}
         for name, scale in self._scales.items():
             if scale.calibrated is not None:
@@ -179,7 +179,9 @@ class LearnedScales:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the values of a :meth:`state_dict` into the factors, in place: an optimizer may have them already.
+        """Load the values of a :meth:`state_dict` in place, when a fit is resumed.
+
+        The parameters stay the same objects, because an optimizer may hold them already.
 
         Raises:
             CalibrationError: the state is of other modules, of other shapes, or has values that are not finite.
@@ -231,12 +233,12 @@ class _LearnedScale:
             self.log_factor = nn.Parameter(torch.zeros(shape, device=device))
 
     def present_value(self) -> torch.Tensor:
-        """The scale, with a gradient to the factor; only once it is calibrated."""
+        """Compute the scale, with a gradient to the factor. The scale must be calibrated."""
         assert self.calibrated is not None
         return learned_scale(self.calibrated, self.log_factor, self.stored_dtype)
 
     def take_calibrated(self) -> None:
-        """Keep the scale that calibration wrote to the module, unless one is kept already."""
+        """Keep the scale that calibration wrote to the module as ``calibrated``, unless one is kept already."""
         name = f"{self.base_name}_scale"
         if self.calibrated is None and hasattr(self.target.module, name):
             self.calibrated = getattr(self.target.module, name).clone()
@@ -253,7 +255,10 @@ class _LearnedScale:
             setattr(module, ROUNDED, _nearest_numbers(module, self.target.args[self.base_name]))
 
     def move_to_module(self) -> None:
-        """Move factor and calibrated scale to the module's device."""
+        """Move factor and calibrated scale to the device that the module is on now.
+
+        The Trainer moves a model to its device before a run, and back to the CPU after it.
+        """
         device = device_of(self.target.module)
         self.log_factor.data = self.log_factor.data.to(device)
         if self.calibrated is not None:
@@ -264,7 +269,8 @@ class _LearnedScale:
 def frozen(model: nn.Module) -> Iterator[None]:
     """For a fit that trains nothing but scales, as a ``with`` block: no parameter of the model takes a gradient.
 
-    Dropout and batch norms are in evaluation mode meanwhile.
+    `QuantizationAwareTraining` enters it in ``on_train_start`` with ``train="scales"``. Dropout and batch norms are
+    in evaluation mode meanwhile.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kinds = (_BatchNorm, _DropoutNd)

@@ -35,7 +35,10 @@ from lightning_obs.observers.statistic import lacks_inputs
 
 
 class Phase(Enum):
-    """The state in which the next training batch runs."""
+    """The state of a training between two hooks; it says what the next training batch does.
+
+    The module's docstring draws the transitions.
+    """
 
     #: nothing was observed yet, or an observation was abandoned
     NEW = "new"
@@ -134,12 +137,16 @@ class QuantizedTraining:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything was calibrated."""
+        """Whether any module was calibrated, so that the model runs quantized."""
         return any(get_scheme(target.module) is not None for target in self.session.plan.targets)
 
     @property
     def has_all_ranges(self) -> bool:
-        """Whether every range is known, except ranges of modules that data never reached: else data must give more."""
+        """Whether every range is known; modules that data never reached do not count.
+
+        Asked before batches are observed, before an export and at the end of a fit: a missing range needs data
+        first.
+        """
         for target in self.session.plan.targets:
             if target.name not in self.session.skipped:
                 for base_name, args in target.args.items():
@@ -149,12 +156,18 @@ class QuantizedTraining:
 
     @property
     def has_trained(self) -> bool:
-        """Whether training batches have run since the last validation, so that weights or scales may have changed."""
+        """Whether training batches have run since the last validation: weights or scales may have changed.
+
+        Asked at the end of a fit, which then refreshes the ranges of the weights.
+        """
         return self.phase in (Phase.TRAINING, Phase.OBSERVING)
 
     @property
     def has_observed(self) -> bool:
-        """Whether training batches were observed whose ranges are not in force yet."""
+        """Whether training batches were observed whose ranges are not in force yet.
+
+        Asked when a validation starts, which puts them in force.
+        """
         return self.phase is Phase.OBSERVING and self.session.batches > 0
 
     @property
@@ -170,7 +183,11 @@ class QuantizedTraining:
 
     @property
     def can_refresh(self) -> bool:
-        """Whether data may change known ranges of activations; not if all are learned, or nothing but scales is."""
+        """Whether data may change ranges of activations that are known already.
+
+        Asked before training or validation batches are observed. False if nothing but scales is trained, or if
+        all ranges of activations are learned.
+        """
         if self.learned is not None and (self.learned.alone or self.learned.covers_activations):
             return False
         return self.session.needs_data
@@ -196,7 +213,7 @@ class QuantizedTraining:
         return phase in (Phase.NEW, Phase.VALIDATED)
 
     def observe_training(self) -> None:
-        """Observe training batches from this one on."""
+        """Observe training batches from this one on; called before a batch if ranges of activations are due."""
         self.session.attach(count_calls=False)
         self.phase = Phase.OBSERVING
 
@@ -238,23 +255,34 @@ class QuantizedTraining:
         return True
 
     def gather(self) -> None:
-        """Stop observing a validation, and keep its statistics until the next training batch."""
+        """Stop observing a validation at its end; keep its statistics until the next training batch."""
         self.session.detach()
         self.phase = Phase.GATHERED
 
     def end_validation(self) -> None:
-        """Note that a validation between training batches has ended, or that a resumed run has passed over it."""
+        """Note that a validation between training batches has ended; called at its end.
+
+        A resumed run calls it too, for a validation that ran in the process before it.
+        """
         self.validating = False
         if self.phase is not Phase.GATHERED:
             self.phase = Phase.VALIDATED
 
     def give_up(self) -> None:
-        """Stop observing, and forget the statistics."""
+        """Stop observing, and forget the statistics.
+
+        Called after an exception on several ranks, for an observation that cannot be resumed, and for one
+        without batches.
+        """
         self.session.detach()
         self.phase = Phase.NEW
 
     def write(self, weights: bool = False) -> None:
-        """End an observation: write its ranges to the modules, and ranges of weights if their observers need inputs.
+        """End an observation: write its ranges to the modules.
+
+        Ranges of weights are written too if their observers need inputs. Called after the last observed
+        training batch, when a validation cuts an observation short, before the batch that follows an observed
+        validation, and when a validation gives a fit its first ranges.
 
         Args:
             weights: search the ranges of all weights.

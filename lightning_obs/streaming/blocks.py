@@ -19,6 +19,8 @@ from lightning_obs.forward.calls import call_on
 class FileBatches:
     """Batches that are run any number of times by a model whose weights are read from files.
 
+    `StepwiseCalibration` runs them for a calibration layer by layer that rounds on quantized inputs.
+
     Args:
         model: calls them.
         batches: arguments of the model's forward, as :func:`.call_on` takes them.
@@ -42,7 +44,7 @@ class FileBatches:
         return call_on(self._model, copied(self._batches[index], self._device))
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """Which tokens of a batch count, on the CPU; None: all."""
+        """Return which tokens of a batch count, on the CPU; None: all. Asked before the batch is observed."""
         if self._token_mask is None:
             return None
         return find_mask(self._batches[index], self._token_mask).cpu()
@@ -51,7 +53,8 @@ class FileBatches:
 class BlockRunner:
     """Runs the model of a session on all batches, up to one block at a time, while the session observes it.
 
-    Modules before the first block are observed in the first run, modules between two blocks with the second.
+    A calibration layer by layer makes one, and calls :meth:`run` for each block. Modules before the first block are
+    observed in the first run, modules between two blocks with the second.
 
     Args:
         session: its model is run, and its observers see the block that runs.
@@ -108,4 +111,5 @@ class BlockRunner:
             self._no_block_was_observed = False
 
     def _call(self, batch: Any) -> Any:
+        """Call the model on a copy of the batch on the device."""
         return call_on(self.session.model, copied(batch, self._device))

@@ -49,11 +49,14 @@ class FinishedBlocks:
 
     @property
     def remedy(self) -> str:
-        """For errors: how a user can go on if the finished blocks cannot be used."""
+        """The remedy in errors about finished blocks that cannot be used: how a user can go on."""
         return f"delete {self.folder} to start over, or choose another folder."
 
     def add(self, file: str) -> None:
-        """Seal a complete file of the folder, just written: its checksum is saved with every state from now on."""
+        """Keep the checksum of a complete file of the folder; every later state is saved with it.
+
+        Called by rank 0 when it has written a part's file.
+        """
         self._file_checksums[file] = file_checksum(self.folder / file)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
@@ -108,7 +111,9 @@ class FinishedBlocks:
 def facts_of_run(
     source: CheckpointSource, observation: Observation, batches: Sequence[Any], runs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Everything that a run's files depend on except the data of weights: numbers and strings by name.
+    """Return everything that a run's files depend on except the data of weights: numbers and strings by name.
+
+    Called when a run begins. :meth:`FinishedBlocks.load` compares the facts with those of the killed run.
 
     Args:
         source: the checkpoint that is read.

@@ -330,6 +330,7 @@ class _LayerwiseRun:
             observer.reset()
 
     def _count_measurements(self) -> None:
+        """Set the result's number of measurements: those of earlier runs and of this one."""
         measurements = self._session.observation.calls.measurements
         self.result.measurements = self._earlier_measurements + measurements
 

@@ -34,7 +34,7 @@ class LookedUpWeight(torch.Tensor):
     def of(
         cls, meta_weight: torch.Tensor, run_device: torch.device, read: Callable[..., torch.Tensor]
     ) -> LookedUpWeight:
-        """Make the weight of an embedding; no row is read yet.
+        """Make the weight of an embedding; no row is read yet. Called by :meth:`CheckpointSource.look_up`.
 
         Args:
             meta_weight: the model's meta tensor ``(rows, columns)``, whose place this weight takes.

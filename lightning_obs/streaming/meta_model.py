@@ -18,7 +18,9 @@ from lightning_obs.model.kinds import require_transformers
 
 
 def build_on_meta(folder: Path, reader: TensorReader) -> Any:
-    """The model that wrote a checkpoint, in evaluation mode, with meta tensors only.
+    """Return the model that wrote a checkpoint, in evaluation mode, with meta tensors only.
+
+    Called by the constructor of `CheckpointSource`.
 
     Args:
         folder: the checkpoint, with transformers' ``config.json``.

@@ -35,7 +35,7 @@ from lightning_obs.streaming.source import CheckpointSource
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor of the source's files that is stored as it is."""
+    """A tensor of the source's files that is stored as it is; `QuantizedFiles.copied` holds them by name."""
 
     #: its name in the new files
     stored_as: str
@@ -90,7 +90,10 @@ class QuantizedFiles:
     def opened(
         cls, folder: str | os.PathLike[str], options: CalibrationOptions, progress: Progress | None = None
     ) -> Iterator[QuantizedFiles]:
-        """The quantized files of a checkpoint's folder, whose files are open inside the ``with`` block."""
+        """Open the checkpoint in ``folder``, and yield its quantized files, for the length of a ``with`` block.
+
+        Called by `quantize_checkpoint`, and by each process that it starts.
+        """
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
             yield cls(source, Observation.of_model(source.model, options), progress)
@@ -143,7 +146,9 @@ class QuantizedFiles:
         return copied
 
     def copied_of(self, module_names: Set[str]) -> list[str]:
-        """Names in the source's files of the copied tensors that belong to these modules.
+        """Return the names, in the source's files, of the copied tensors that belong to these modules.
+
+        The calibration layer by layer asks for them to write the file of a part.
 
         Args:
             module_names: names in the model. The model itself (``""``) has the tensors that its class does not know.
@@ -180,7 +185,10 @@ class QuantizedFiles:
         )
 
     def fused_sets(self) -> list[tuple[str, ...]]:
-        """The quantized modules in sets that have to be observed together; most sets have one module."""
+        """Return the quantized modules in sets that have to be observed together; most sets have one module.
+
+        `quantize_checkpoint` quantizes one set at a time, and shares the sets out to its processes.
+        """
         set_of_module = fused_sets_by_module(self.observation.plan)
         fused_sets = {set_of_module.get(name, (name,)): None for name in self.quantized}
         return list(fused_sets)
@@ -188,7 +196,10 @@ class QuantizedFiles:
     # ------------------------------------------------------------------ writing
 
     def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
-        """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them."""
+        """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them.
+
+        Called by `quantize_checkpoint`, or by one of its processes.
+        """
         with self.source.loaded(module_names), calibrated(self.observation, module_names) as result:
             if result is not None:
                 self.grids |= result.grids
@@ -196,12 +207,18 @@ class QuantizedFiles:
                 self.write_module(writer, name)
 
     def write_module(self, writer: TensorWriter, module_name: str) -> None:
-        """Write the entries of a loaded module; they are compressed here if it holds qparams."""
+        """Write the entries of a loaded module, compressed if it holds qparams.
+
+        Called by :meth:`quantize`, and by the calibration layer by layer for each module of a part.
+        """
         for key, rows, first in module_entries(self.source.model.get_submodule(module_name)):
             writer.write(self.stored_as[f"{module_name}.{key}"], rows, first)
 
     def copy(self, writer: TensorWriter, name: str) -> None:
-        """Write a copied tensor: from memory if it is loaded as the files hold it, else from file to file."""
+        """Write a copied tensor: from memory if it is loaded as the files hold it, else from file to file.
+
+        Called for each of :attr:`copied` by whoever writes the files.
+        """
         tensor = self.copied[name]
         meta = self.layout[tensor.stored_as]
         if tensor.name_in_model:
@@ -223,7 +240,10 @@ class QuantizedFiles:
 
 
 def require_apart(folder: str | os.PathLike[str], out: Path) -> None:
-    """Refuse to write into the folder that is read: its files would be copied into themselves."""
+    """Refuse to write into the folder that is read, whose files would be copied into themselves.
+
+    Called first by `quantize_checkpoint` and `calibrate_layerwise`.
+    """
     if isinstance(folder, nn.Module):  # refused by CheckpointSource, which says more
         return
     if Path(os.path.realpath(out)).is_relative_to(os.path.realpath(folder)):

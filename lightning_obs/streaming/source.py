@@ -33,7 +33,7 @@ _FOLDER_REMEDY = "give a folder with config.json and safetensors files."
 
 
 class Location(NamedTuple):
-    """Where the files hold a parameter or buffer of the model."""
+    """Where the files hold a parameter or buffer of the model; `CheckpointSource.locations` holds one for each."""
 
     #: the name of the tensor in the files
     tensor: str
@@ -154,13 +154,16 @@ class CheckpointSource:
         )
 
     def meta(self, name: str) -> torch.Tensor:
-        """A parameter or buffer of the model as the model has it now: a meta tensor unless its module is loaded."""
+        """Return a parameter or buffer as the model has it now: a meta tensor unless its module is loaded."""
         module_name, _, key = name.rpartition(".")
         value: torch.Tensor = getattr(self.model.get_submodule(module_name), key)
         return value
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a parameter or buffer by its name in the model: on the CPU, in the model's dtype."""
+        """Read a parameter or buffer by its name in the model: on the CPU, in the model's dtype.
+
+        Called when a module is loaded (:meth:`loaded`).
+        """
         location = self.locations[name]
         value = self.reader.read(location.tensor, location.item)
         if location.expert is not None:
@@ -171,6 +174,8 @@ class CheckpointSource:
     @contextmanager
     def loaded(self, module_names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
         """For a ``with`` block in which parameters and buffers of some modules are in memory; tied ones are read once.
+
+        `quantize_checkpoint` loads one fused set at a time, `calibrate_layerwise` one block.
 
         Args:
             module_names: names in the model; modules inside these are loaded only if they are named too.
