@@ -35,7 +35,9 @@ _CHECK_TOKENS = 128
 
 @dataclass(frozen=True)
 class _FilesBesideWeights:
-    """Takes the tokenizer's place in the export, to save further files of the source model (processor, code, licence).
+    """Stands in for the tokenizer in the export, to save further files of the source model (processor, code, licence).
+
+    ``_export`` passes it to the callback's export, which calls ``save_pretrained``.
 
     Attributes:
         source: the folder of the source model.
@@ -46,7 +48,7 @@ class _FilesBesideWeights:
     tokenizer: Any
 
     def save_pretrained(self, folder: str) -> None:
-        """Write tokenizer and files to the folder of the checkpoint; the export calls it, as it would a tokenizer's."""
+        """Write tokenizer and files to the folder of the checkpoint; the export calls it."""
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
         copy_other_files(self.source, Path(folder))
@@ -93,8 +95,7 @@ def _export(job: Job, folder: Path) -> None:
 
 
 def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
-    """Whether the checkpoint can be compared: transformers loads it, or the model is none of transformers'.
-
+    """Whether the checkpoint can be loaded and compared: by transformers, or by ``load_checkpoint`` for other models.
     Args:
         job: of the run.
         engines: verdicts by name; ``transformers`` has one only for its own models.
@@ -137,11 +138,13 @@ def _verify(job: Job, folder: Path) -> list[str]:
 
 
 def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[str]:
-    """Lines about who loads a checkpoint, for the end of a run; ``tasks/weights.py`` prints them, too.
+    """Return lines that say which engines load a checkpoint, for the end of a run.
+
+    :func:`write_checkpoint` puts them into the closing report, and ``tasks/weights.py`` prints them.
 
     Args:
         folder: of the checkpoint.
-        engines: verdicts by the engine's name.
+        engines: the verdict of each engine on the checkpoint, by the engine's name.
 
     Returns:
         The engines that refuse the checkpoint (transformers and vLLM with the reason), then its path and the engines

@@ -20,12 +20,13 @@ _TOP_LEVEL = "# @package _global_"
 
 @dataclass(frozen=True)
 class Option:
-    """A config file: ``observer/minmax.yaml`` is ``observer=minmax``.
+    """A config file as a user chooses it: ``observer/minmax.yaml`` is ``observer=minmax``. :func:`options` makes it.
 
     Attributes:
         group: the folder of the file; empty for the top-level ``config.yaml``.
         name: of the file, without its suffix.
-        values: by full key (``observer.averaging_constant``), also from the configs that it builds on.
+        values: the values that the file sets, by full key (``observer.averaging_constant``), with those of the configs
+            in its ``defaults``.
     """
 
     group: str
@@ -37,18 +38,27 @@ class Option:
 
 
 def config_dir() -> Path:
-    """The folder of configs: inside the installed package, or at the top of a checkout."""
+    """Return the folder of configs: inside the installed package, or at the top of a checkout.
+
+    ``__main__`` passes it to Hydra; this file reads the configs in it.
+    """
     package = Path(__file__).resolve().parents[1]
     return next(folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir())
 
 
 def group_names() -> list[str]:
-    """The groups that a user chooses options of: ``scheme``, ``observer``..."""
+    """Return the names of the config groups that a user chooses options of: ``scheme``, ``observer``...
+
+    Called by ``overrides.py`` to explain an unknown key.
+    """
     return sorted(folder.name for folder in config_dir().iterdir() if folder.is_dir() and folder.name != "hydra")
 
 
 def option_names(group: str) -> list[str]:
-    """The options of a group: ``fp8``, ``int8``... of ``scheme``; none, if there is no such group."""
+    """Return the names of a group's options (``fp8``, ``int8``... of ``scheme``); none if there is no such group.
+
+    ``overrides.py`` calls it to check each typed option.
+    """
     if group not in group_names():
         return []
     return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
@@ -56,7 +66,7 @@ def option_names(group: str) -> list[str]:
 
 @cache
 def options() -> list[Option]:
-    """Every config file with its keys and values, the top-level one first."""
+    """Return every config file with its keys and values, the top-level one first; ``values.py`` checks values by it."""
     everything = [Option("", "config", dict(_values(config_dir() / "config.yaml", "")))]
     for group in group_names():
         for name in option_names(group):
@@ -66,12 +76,15 @@ def options() -> list[Option]:
 
 
 def options_with(key: str) -> list[Option]:
-    """The options of groups that set a key (a full one: ``observer.averaging_constant``)."""
+    """Return the options of groups that set a full key (``observer.averaging_constant``).
+
+    ``overrides.py`` names them in the error for a key that the chosen options do not have.
+    """
     return [option for option in options() if option.group and key in option.values]
 
 
 def all_keys() -> list[str]:
-    """Every key of every config file."""
+    """Return every key of every config file, for the hints that ``overrides.py`` gives about an unknown key."""
     keys = set[str]()
     for option in options():
         keys.update(option.values)
@@ -124,7 +137,14 @@ def _flat(node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 @cache
 def described(*groups: str) -> str:
-    """The options of groups of configs for ``--help``: the first sentence of each, and the keys that a task reads."""
+    """Return the text of ``--help`` about groups of configs; ``${described:...}`` in Hydra's help template calls it.
+
+    Args:
+        groups: names of groups; an option that several of them have is listed once.
+
+    Returns:
+        A line with the first sentence of each option, and for each task a line with the keys that it reads.
+    """
     files = {}
     for group in groups:
         for file in sorted((config_dir() / group).glob("*.yaml")):

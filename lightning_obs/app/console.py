@@ -1,4 +1,4 @@
-"""The output of a run while it runs; only rank 0 prints."""
+"""Print lines and progress bars while a run of the command line goes on; only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from lightning_obs.errors import printable
 
 
 def say(text: str) -> None:
-    """Print a line."""
+    """Print a line on rank 0; the tasks say by it what they do next."""
     if rank_zero_only.rank == 0:
         print(printable(text), flush=True)
 
 
 @contextmanager
 def step(text: str) -> Iterator[None]:
-    """Show that the ``with`` block is running: ``text``, a moving bar, the elapsed time."""
+    """Show ``text``, a moving bar and the elapsed time while the ``with`` block runs.
+
+    For work whose length is not known: loading a model, reading data, measuring layers.
+    """
     columns = [TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()]
     with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
         task = progress.add_task(text, total=None)

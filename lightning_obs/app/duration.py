@@ -17,7 +17,7 @@ _WORTH_SAYING = 20
 def say_duration(job: Job, passes: int) -> None:
     """Time the second of two forward passes on a held-out batch, and print an estimate for the whole run.
 
-    A run of a few passes prints nothing. ``Calibrate.run`` calls this first.
+    A run of fewer than 20 passes prints nothing. ``Calibrate.run`` calls this first.
 
     Args:
         job: of the run; its model and data are loaded.

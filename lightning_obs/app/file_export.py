@@ -1,6 +1,7 @@
 """Write the file of a run that sets ``export.file`` (``export=onnx``, ``program``, ``gguf``), for tasks that calibrate.
 
-The config's ``_target_`` is one of the destinations of a callback's ``export_to``, and its keys are their options.
+``export._target_`` names a class of destinations (``callbacks/destinations.py``: an ONNX file, a program, a GGUF file),
+which writes the file. The other keys of ``export`` are its options.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ _READERS = {"OnnxFile": "ONNX", "ProgramFile": "torch.export", "GgufFile": "llam
 
 
 class FileExport:
-    """Checks and writes the file of one run; its task holds it.
+    """Checks and writes the file of one run.
 
+    ``Calibrate`` makes it in ``check`` if the config sets ``export.file``, and writes the file at the end of ``run``.
     Args:
         config: the composed config, which sets ``export.file``.
 

@@ -31,7 +31,10 @@ from lightning_obs.schemes.recipes import RECIPES, Recipe, RecipeLike
 
 
 def plain(node: Any) -> Any:
-    """A node of a config as dict, list or value, with its interpolations resolved."""
+    """Return a node of a config as dict, list or value, with its interpolations resolved; other values unchanged.
+
+    Called wherever a value of the composed config goes to code that does not know OmegaConf.
+    """
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
@@ -95,8 +98,12 @@ def _with_group_size(scheme: dict[str, Any], size: int | None) -> dict[str, Any]
 
 
 def names_ignored_by_report(path: str | None) -> list[str]:
-    """The modules that the ``report.json`` of an earlier run proposes to leave in full precision; none without a path.
+    """Read which modules the ``report.json`` of an earlier run proposes to leave in full precision.
 
+    :func:`make_options` calls it with ``ignore_from`` of the config.
+
+    Returns:
+        Names of modules; empty if ``path`` is None.
     Raises:
         CalibrationError: a file that is no report.
     """
@@ -169,17 +176,18 @@ def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
 
 
 def make_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
-    """Read the data (:func:`read_data`), and show that this is going on."""
+    """Read the data as :func:`read_data` does, with a moving bar; tasks call it once the model is loaded."""
     with step("reading the data"):
         return read_data(config, facts)
 
 
 def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModule:
-    """An instance of the LightningDataModule that ``data`` describes.
+    """Make an instance of the LightningDataModule that ``data`` describes.
 
+    :func:`make_data` calls it for a run; ``step_commands.py`` calls it to check the data of a proposed run.
     Args:
         config: the composed config.
-        facts: of the model (:func:`facts_for_data`); the constructor of the data gets those that it has parameters for.
+        facts: arguments that the model offers (:func:`facts_for_data`); the constructor gets those that it takes.
     """
     parameters = inspect.signature(get_object(config.data._target_)).parameters
     arguments = {name: value for name, value in facts.items() if name in parameters}
@@ -190,7 +198,7 @@ def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModu
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
-    """The Trainer that ``trainer`` describes, with these callbacks."""
+    """Make the Trainer that ``trainer`` describes, with these callbacks; a run makes one for each of its loops."""
     trainer_class = _trainer_class(config)
     bars = []
     package = package_of(trainer_class)

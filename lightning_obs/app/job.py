@@ -34,13 +34,13 @@ class Job:
         config: the composed config.
 
     Attributes:
-        callback: which calibrates.
-        trainer: runs the callback.
+        callback: calibrates the model.
+        trainer: the Trainer that runs the callback.
         module: the LightningModule around the model.
         model: the module that is calibrated, ``module`` itself or one inside it (``config.module``).
         data: to calibrate, train and measure on.
-        folder: of the checkpoint to write; None: none is written.
-        file: to write, of another format than a checkpoint's; None: none is written.
+        folder: folder of the checkpoint to write; None: no checkpoint is written.
+        file: path of an ONNX, program or GGUF file to write; None: no such file is written.
     """
 
     callback: SessionCallback
@@ -79,9 +79,10 @@ class Job:
         refuse_idle_ignore(config, self.model)
 
     def inputs(self, batch: Any) -> dict[str, Any]:
-        """The keyword arguments of ``model`` for a batch, on the model's device.
+        """Return the keyword arguments of ``model`` for a batch, on the model's device.
 
-        They are the result of ``module.model_inputs(batch)``, or the batch if the module has no such method.
+        Called where a task runs the model without a Trainer. The arguments are the result of
+        ``module.model_inputs(batch)``, or the batch if the module has no such method.
         """
         if hasattr(self.module, "model_inputs"):
             inputs = dict(self.module.model_inputs(batch))
@@ -104,13 +105,17 @@ class Job:
         return [self.inputs(batch) for batch in islice(loader, batches)]
 
     def to_device(self) -> None:
-        """Move the model to the device where Lightning runs it, since a Trainer leaves it on the CPU."""
+        """Move the model to the device of the Trainer; called before the model runs without a Trainer.
+
+        Between its loops a Trainer leaves the model on the CPU. Sharded models stay where they are.
+        """
         if not any(in_shards(module) for module in self.module.modules()):
             self.module.to(self.trainer.strategy.root_device)
 
     def load_again(self, folder: Path) -> tuple[LightningModule, nn.Module]:
-        """Load the exported checkpoint as a user would, into a new LightningModule, to compare or measure it.
+        """Load the exported checkpoint as a user would, into a new LightningModule.
 
+        ``app/checkpoint.py`` compares its output with the calibrated model's; ``Finetune`` measures its quality.
         Returns:
             The LightningModule, and the model inside it.
         """
@@ -124,5 +129,8 @@ class Job:
         return module, model
 
     def batches(self, name: str) -> int:
-        """A number of batches that ``data`` sets under ``name``; 0 where it has no such key."""
+        """Return a number of batches from the config: ``data.<name>``, or 0 without such a key.
+
+        The estimate of a run's duration (``Calibrate.passes``) calls it, and checks of a task.
+        """
         return int(self.config.data.get(name) or 0)

@@ -30,8 +30,9 @@ _PATHS = {"model": "model.path", "data": "data.path", "export": "export.folder"}
 
 
 def checked_words(words: Sequence[str]) -> list[str]:
-    """The words to hand to Hydra, with names of options spelled as their files: presets are compared without case.
+    """Check the typed words, and return those to hand to Hydra; ``__main__`` calls this first.
 
+    Names of options are spelled as their files are, since presets are compared without case.
     Raises:
         CalibrationError: a word that is neither a flag of Hydra nor ``key=value``; a group without an option.
     """
@@ -109,7 +110,10 @@ def _with_known_option(word: str, folder: Path | None) -> str:
 
 
 def explained(error: Exception) -> str:
-    """The text that is shown for an error of Hydra or of this package: what is wrong, the nearest name, the remedy."""
+    """Return the text to show for an error of Hydra or of this package: what is wrong, the nearest name, the remedy.
+
+    ``__main__`` exits with it.
+    """
     causes = [failure for failure in (error, error.__cause__) if failure is not None]
     for failure in causes:
         if isinstance(failure, CalibrationError):
@@ -176,4 +180,5 @@ def _keys_below(parent: str) -> list[str]:
 
 
 def _options_text(group: str, names: Iterable[str]) -> str:
+    """The sentence that lists a group's options."""
     return f"Options of {group}: {', '.join(sorted(names))}"

@@ -24,14 +24,14 @@ _LEAST_LOSS = 1e-3
 
 @dataclass(frozen=True)
 class Quality:
-    """The quality of a model.
+    """The quality of a model, as :func:`measure_quality` measures it.
 
     Attributes:
-        name: under which ``test_step`` logged it.
-        value: over all held-out batches and ranks.
-        higher_is_better: as the torchmetrics metric of that name on the module says; None where it has none.
-        moved: how far the predictions are from the original's (divergence, agreement); None for the original itself,
-            and for a model whose output has no logits.
+        name: the name under which ``test_step`` logged the value.
+        value: the logged value, over all held-out batches and ranks.
+        higher_is_better: what the module's torchmetrics metric of that name says; None if there is no such metric.
+        moved: how far the predictions are from the original model's (divergence, agreement); None for the original
+            itself, and for a model whose output has no logits.
     """
 
     name: str
@@ -41,8 +41,9 @@ class Quality:
 
 
 def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDataModule) -> Quality | None:
-    """Run ``trainer.test`` and take the logged value that judges the model; None if ``test_step`` logs nothing.
+    """Run ``trainer.test`` and return the logged value that judges the model; None if ``test_step`` logs nothing.
 
+    Called by :class:`QualityMeter`, ``task=evaluate`` and ``task=lora``.
     Raises:
         CalibrationError: ``test_step`` logs several values, and ``module.metric`` names none of them.
     """
@@ -82,8 +83,9 @@ class QualityMeter:
         self._predictions = Predictions()
 
     def original(self) -> Quality | None:
-        """The quality in full precision; it is measured first, and its predictions are kept for later comparisons.
+        """Measure the quality in full precision, and keep the predictions for the later comparisons.
 
+        ``Calibrate.run`` calls it before anything is calibrated.
         Raises:
             CalibrationError: the quality is not a finite number.
         """
@@ -101,21 +103,33 @@ class QualityMeter:
         return quality
 
     def quantized(self, stage: str) -> Quality | None:
-        """The quality of the calibrated model in the quantized forward; ``stage`` is its name for the user."""
+        """Measure the quality of the calibrated model in the quantized forward.
+
+        ``Calibrate.run`` calls it before the export, ``Finetune`` also before the training.
+
+        Args:
+            stage: what is measured, in the line that is printed.
+        """
         return self._compared(self.module, self.model, stage, is_loaded=False)
 
     def loaded(self, module: LightningModule, model: nn.Module, stage: str) -> Quality | None:
-        """The quality of another module, whose ``model`` a checkpoint was loaded into."""
+        """Measure the quality of a checkpoint that was loaded into another module; ``Finetune`` calls it.
+
+        Args:
+            module: the new LightningModule.
+            model: the model inside it.
+            stage: what is measured, in the line that is printed.
+        """
         return self._compared(module, model, stage, is_loaded=True)
 
     def _compared(self, module: LightningModule, model: nn.Module, stage: str, is_loaded: bool) -> Quality | None:
-        """The quality of a quantized model, with its predictions compared to the original's.
+        """Measure the quality of a quantized model, and compare its predictions with the original's.
 
         Args:
-            module: whose ``test_step`` runs.
-            model: the one inside ``module`` whose predictions are compared.
+            module: the LightningModule whose ``test_step`` runs.
+            model: the model inside ``module``, whose predictions are compared.
             stage: the name of this measurement for the user.
-            is_loaded: the model was loaded from a checkpoint, so its own forward is quantized.
+            is_loaded: whether the model was loaded from a checkpoint, so that its own forward is quantized.
         """
         say(f"· measuring {stage}")
         forward = nullcontext() if is_loaded else quantized(model)

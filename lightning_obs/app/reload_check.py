@@ -20,7 +20,10 @@ from typing import Any
 
 
 def main() -> None:
-    """Load the checkpoint with transformers, run it on the reference's inputs, and print the line of JSON."""
+    """Load the checkpoint with transformers, run it on the reference's inputs, and print the line of JSON.
+
+    Called when the file is run; the arguments are those of the command line.
+    """
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint")
     parser.add_argument("reference")
@@ -57,6 +60,7 @@ def main() -> None:
 def align(model: Any) -> None:
     """Make equal models give equal bits, by the same order of every summation; the model is changed in place.
 
+    Called for the calibrated model and for the loaded model, before each runs on the sample.
     Experts run one by one, since transformers' other ways of running them add in another order. MKL's order depends on
     the address of a matrix, and safetensors maps tensors from the file at any offset: tensors whose address is not a
     multiple of 64 bytes are copied to memory that torch allocates.
@@ -72,8 +76,9 @@ def align(model: Any) -> None:
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """The tensor to compare in a model's output: the logits, or else the first tensor.
+    """Return the tensor to compare in a model's output: the logits, or else the first tensor.
 
+    Called for the outputs of the calibrated model and of the loaded model.
     Returns:
         Its kind in words (``logits``, ``hidden states`` or ``outputs``), and the tensor.
     """

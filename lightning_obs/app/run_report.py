@@ -42,10 +42,12 @@ def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[s
 
 
 def run_provenance(config: DictConfig, has_data: bool = True) -> dict[str, str]:
-    """Where the results of a run come from, by label, as far as its config and its command know it.
+    """Return where the results of a run come from, for its page: the command and its folder, the data, the seed.
+
+    Every task that writes a report calls it.
 
     Args:
-        config: of the run.
+        config: the composed config of the run.
         has_data: whether the run's task reads data.
     """
     texts = {}
@@ -100,11 +102,13 @@ def gather_report(
 def publish_report(job: Job, report: Report, row: Mapping[str, Any], commands: StepCommands) -> None:
     """Write ``report.html``, ``report.json`` and ``layers.csv``, and print the closing report.
 
+    ``Calibrate.report`` calls this on rank 0, as the last step of a run.
+
     Args:
-        job: of the run.
-        report: of :func:`gather_report`; it gets its last lines here.
-        row: the run's row for a table that compares runs, which ``report.json`` also has.
-        commands: make the commands of the next steps.
+        job: the job of the run.
+        report: the result of :func:`gather_report`; its last lines are added here.
+        row: the run's row for a table that compares runs; ``report.json`` gets it, too.
+        commands: makes the commands of the next steps.
     """
     config = job.config
     report.extra = {**row, "config": plain(config)}

@@ -71,7 +71,10 @@ class StepCommands:
         self._folder = Path(job.config.output_dir)
 
     def can_run(self, step: Step) -> bool:
-        """Whether a step can run on the run's model, in Python and, if the run was a command, as a command."""
+        """Whether a step can run on the run's model, in Python and, if the run was a command, as a command.
+
+        The report calls it for each step that it might propose (``Results.facts``).
+        """
         if not self._fits_model(step):
             return False
         if self._words is None:
@@ -79,7 +82,10 @@ class StepCommands:
         return is_possible(step, self._words, self._folder, self.job.module, self.job.model)
 
     def command(self, step: Step) -> str | None:
-        """The command of a step; None where no command does it, or the run was composed in Python."""
+        """Return the command of a step; None if no command does it, or if the run was composed in Python.
+
+        ``publish_report`` calls it for each proposed step.
+        """
         if self._words is None:
             return None
         return step_command(step, self._words, self._folder)
@@ -101,12 +107,12 @@ class StepCommands:
 
 
 def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
-    """The command to type for a step; None where no command does it.
+    """Return the command to type for a step; None if no command does it.
 
     Args:
-        step: of the report.
+        step: a step that the report proposes.
         words: the arguments of ``python -m lightning_obs`` in the run's command.
-        folder: of the run's report.
+        folder: the folder of the run's report.
     """
     if step.name == "serve":
         return shlex.join(["vllm", "serve", str(step.changes["checkpoint"])])
@@ -117,7 +123,7 @@ def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
 
 
 def command_of_run() -> str | None:
-    """The command that started this run; None if the run was composed in Python."""
+    """Return the command that started this run, for its page; None if the run was composed in Python."""
     words = typed_words()
     return None if words is None else shlex.join([*_PROGRAM, *words])
 
@@ -125,6 +131,7 @@ def command_of_run() -> str | None:
 def is_possible(step: Step, words: Sequence[str], folder: Path, module: LightningModule, model: nn.Module) -> bool:
     """Whether the command of a step would pass its checks: compose it, and check its words, options and data.
 
+    :meth:`StepCommands.can_run` calls this before a step is proposed.
     Args:
         step: of the report.
         words: as for :func:`step_command`.
@@ -219,6 +226,7 @@ def _is_left_out(key: str, change: _Change) -> bool:
 
 
 def _is_in_group(key: str, group: str) -> bool:
+    """Whether a key chooses an option of a group, or sets a value in it."""
     return key == group or key.startswith((f"{group}.", f"{group}@"))
 
 

@@ -7,12 +7,13 @@ from typing import Any
 
 
 def make_steps_bar(package: str) -> Any:
-    """The progress bar of the command line's Trainers: Lightning's, without the "/-2" of "Epoch 0/-2".
+    """Make the progress bar of the command line's Trainers: Lightning's, without the "/-2" of "Epoch 0/-2".
 
-    Lightning writes this number of epochs where ``max_steps`` ends the fit.
+    ``make_trainer`` calls this. Lightning writes this number of epochs if ``max_steps`` ends the fit.
 
     Args:
-        package: the Trainer's; it takes the bars of its own package only.
+        package: the package of the Trainer (``lightning.pytorch`` or ``pytorch_lightning``), which takes only its own
+            bars.
     """
     bar: Any = import_module(f"{package}.callbacks").RichProgressBar
 

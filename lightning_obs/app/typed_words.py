@@ -23,7 +23,10 @@ from lightning_obs.schemes.config import as_names
 
 
 def typed_words() -> list[str] | None:
-    """The arguments of ``python -m lightning_obs`` in this run's command; None if the config was composed in Python."""
+    """Return the arguments of ``python -m lightning_obs`` in this run's command; None for a config composed in Python.
+
+    ``step_commands.py`` makes the commands of the run and of its next steps from them.
+    """
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
@@ -37,15 +40,21 @@ def typed_words() -> list[str] | None:
 
 
 def typed_overrides() -> list[str]:
-    """The typed words of the form ``key=value``, ``+key=value`` or ``~key``; none if the run was composed in Python."""
+    """Return the typed words of the form ``key=value``, ``+key=value`` or ``~key``, to be checked before the task runs.
+
+    Empty if the config was composed in Python.
+    """
     return [word for word in typed_words() or () if not word.startswith("--")]
 
 
 def refuse_deleted(words: Sequence[str]) -> None:
-    """Raise for ``~key`` of a key that every run reads.
+    """Raise for ``~key`` of a key that every run reads; ``main.run`` calls this first.
 
-    Keys of the task and the Trainer have defaults in their classes; ``~model`` and ``~data`` are allowed where another
+    Keys of the task and the Trainer have defaults in their classes. ``~model`` and ``~data`` are allowed if another
     class is added in their place: ``~model +model._target_=...``.
+
+    Args:
+        words: overrides.
     """
     overrides = _parsed(words)
     added_keys = {_key(override) for override in overrides if override.is_add()}
@@ -59,9 +68,11 @@ def refuse_deleted(words: Sequence[str]) -> None:
 def refuse_unread(task: DictConfig, words: Sequence[str]) -> None:
     """Raise for typed keys that the task does not read.
 
+    ``main.run`` calls this before the task is made; ``step_commands.py`` calls it for a command that it proposes.
+
     Args:
-        task: the node of the task. Its ``ignores`` are patterns of the keys that it does not read, ``reads`` of
-            exceptions.
+        task: the node of the task. ``ignores`` has patterns of the keys that the task does not read, ``reads`` has
+            patterns of exceptions.
         words: overrides.
     """
     overrides = _parsed(words)
@@ -101,10 +112,12 @@ def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
 
 
 def _parsed(words: Sequence[str]) -> list[Override]:
+    """Overrides as Hydra's grammar reads them."""
     return OverridesParser.create().parse_overrides(list(words))
 
 
 def _key(override: Override) -> str:
+    """The full key of an override, or the name of a group."""
     return str(override.key_or_group)
 
 

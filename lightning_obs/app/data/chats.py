@@ -23,19 +23,30 @@ _EMPTY_LINE = "\n\n"
 
 
 class Chat(str):
-    """The text of a chat as the template writes it, with its special tokens."""
+    """The text of a chat as the tokenizer's template writes it, with the special tokens.
+
+    :func:`text_of` makes it. ``TextData`` recognizes chats among texts by this class.
+    """
 
     #: characters before the first message that is no system message: marks, date, tools, the system's prompt
     opening: int = 0
 
 
 def holds_chat(row: Any, text_field: str) -> bool:
-    """Whether a row of data holds messages, in ``text_field`` or, where that is empty, in ``messages``."""
+    """Whether a row of data holds messages, in ``text_field`` or, if that is empty, in ``messages``.
+
+    ``TextData.check`` calls it with the first row, before the model and its tokenizer are loaded.
+    """
     return messages_of(row, text_field) is not None
 
 
 def messages_of(row: Any, text_field: str) -> list[Any] | None:
-    """The messages of a row of data; None for a row without a chat."""
+    """Return the messages of a row of data; None for a row without a chat.
+
+    Args:
+        row: an object of a file.
+        text_field: the field to look in first, before ``messages``.
+    """
     if not isinstance(row, dict):
         return None
     value = row.get(text_field)
@@ -45,8 +56,9 @@ def messages_of(row: Any, text_field: str) -> list[Any] | None:
 
 
 def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
-    """The text of a row of data: the content of its field, or its chat as the tokenizer's template writes it.
+    """Return the text of a row of data: the content of its field, or its chat as the tokenizer's template writes it.
 
+    :func:`read_texts` calls it for each row.
     Args:
         place: file and line of the row, for errors.
         row: an object of a file.
@@ -83,9 +95,7 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
 
 
 def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
-    """The length of a chat's opening (:attr:`Chat.opening`) in characters: where the first message begins that is no
-    system message.
-
+    """The length of a chat's opening in characters: the position of the first message that is no system message.
     Args:
         chat: the text that the template made.
         messages: of the chat.
@@ -120,7 +130,12 @@ def _refuse_wrong_messages(place: str, messages: Sequence[Any]) -> None:
 
 
 def read_texts(rows: Sequence[Row], text_field: str, tokenizer: Any) -> list[str]:
-    """The text of each row of data (:func:`text_of`)."""
+    """Return the text of each row of data; ``TextData`` calls it with the rows of a file, before it makes tokens.
+
+    Args:
+        rows: each with its place.
+        text_field, tokenizer: as for :func:`text_of`.
+    """
     return [text_of(place, row, text_field, tokenizer) for place, row in rows]
 
 

@@ -25,7 +25,11 @@ Row = tuple[str, Any]
 def read_documents(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> list[str]:
-    """The texts in ``text_field`` of the rows that :func:`read_rows` reads."""
+    """Return the texts in ``text_field`` of the rows that :func:`read_rows` reads, for scripts that need no chats.
+
+    Args:
+        path, text_field, option: as for :func:`read_rows`.
+    """
     return [value_of(place, row, text_field) for place, row in read_rows(path, text_field, option)]
 
 
@@ -34,6 +38,7 @@ def read_rows(
 ) -> Iterator[Row]:
     """Yield the objects of a file or folder in a fixed order, each with its place; at least one.
 
+    ``TextData`` reads its texts by it, and the first row to check the data before the model is loaded.
     Args:
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
             folder of such files, or one saved by ``datasets``. None: Python's own documentation.
@@ -101,12 +106,12 @@ def _files_in(folder: Path, option: str) -> list[Path]:
 
 
 def value_of(place: str, row: Any, field: str) -> str:
-    """The text in a field of a row.
+    """Return the text in a field of a row; called for each row that is no chat.
 
     Args:
         place: file and line of the row, for errors.
         row: an object of a file.
-        field: its name.
+        field: the name of the field.
 
     Raises:
         CalibrationError: a row without a text in this field; a text that is not Unicode.

@@ -39,11 +39,12 @@ _CHARACTERS_PER_TOKEN = 4
 class TextData(LightningDataModule):
     """The default data of the command line: blocks of tokens of equal length.
 
-    A batch is ``{"input_ids": (batch_size, tokens)}``.
+    A batch is ``{"input_ids": (batch_size, tokens)}``. ``from_config.read_data`` makes an instance once the model, and
+    with it the tokenizer, is loaded.
 
     ``val_dataloader`` is to calibrate on, ``train_dataloader`` to train on, ``test_dataloader`` to measure on; no block
-    is in two of them. Runs of 32 tokens that the held-out text repeats are cut out of the rest; a line says how much
-    that is.
+    is in two of them. Runs of 32 tokens that also occur in the held-out text are cut out of the other text; a printed
+    line says how much was cut.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -214,17 +215,21 @@ class TextData(LightningDataModule):
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
+        """The blocks to train on, shuffled; Lightning's fit calls it, and ``tasks/lora.py``."""
         return self._loader(self.training, shuffle=True)
 
     @override
     def val_dataloader(self) -> DataLoader[Any]:
+        """The blocks to calibrate on; Lightning's validation calls it, and tasks that run the model themselves."""
         return self._loader(self.calibration)
 
     @override
     def test_dataloader(self) -> DataLoader[Any]:
+        """The held-out blocks; ``trainer.test`` calls it, and measurements beside it (layer errors, timing)."""
         return self._loader(self.held_out)
 
     def _loader(self, blocks: Any, shuffle: bool = False) -> DataLoader[Any]:
+        """A loader of batches of these blocks."""
         # keyword arguments, because Lightning makes the loader again with a sampler of its own
         return DataLoader(blocks, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 

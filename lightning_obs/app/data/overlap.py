@@ -39,18 +39,19 @@ class HeldOutRuns:
         self._hashes = torch.cat(hashes).unique()
 
     def shares(self, sequence: Sequence[int] | torch.Tensor) -> bool:
-        """Whether a sequence of token ids contains one of the runs."""
+        """Whether a sequence of token ids contains one of the runs; asked for each chat to calibrate or train on."""
         hashes = run_hashes(torch.as_tensor(sequence, dtype=torch.long))
         return bool(torch.isin(hashes, self._hashes).any())
 
     def positions_apart(self, tokens: torch.Tensor) -> torch.Tensor:
         """Cut every shared run out of a text, until what remains shares no run, not even across a cut.
 
+        ``TextData`` calls it for the text to calibrate and to train on.
         Args:
             tokens: token ids ``(M,)``.
 
         Returns:
-            The positions in ``tokens`` of those that remain, ``(N,)``, ascending.
+            The positions in ``tokens`` of the tokens that remain, ``(N,)``, ascending.
         """
         positions = torch.arange(len(tokens))
         while True:

@@ -89,30 +89,37 @@ class CausalLM(LightningModule):
             self.model = load_adapters(self.model, adapters)
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Keyword arguments of ``self.model`` for a batch."""
+        """Return the keyword arguments of ``self.model`` for a batch; each step calls it, and ``Job.inputs``."""
         return {**batch, "use_cache": False}
 
     @override
     def forward(self, **batch: torch.Tensor) -> Any:
+        """Return the model's output for a batch; every step below calls it."""
         return self.model(**self.model_inputs(batch))
 
     @override
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Run the model on a batch to calibrate on; nothing is logged."""
         self(**batch)  # calibration observes this call
 
     @override
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        """Log the perplexity of a held-out batch; ``app/quality.py`` measures the quality by it."""
         logits = self(**batch).logits
         self.perplexity.update(logits[:, :-1].float(), batch["input_ids"][:, 1:])
         self.log("perplexity", self.perplexity)
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        """Return the loss of a training batch: the cross entropy of the next token, as transformers computes it."""
         return self(**{"labels": batch["input_ids"], **batch}).loss
 
     @override
     def configure_optimizers(self) -> Any:
-        """AdamW without weight decay, since a trained model needs a few hundred steps."""
+        """AdamW without weight decay; the rate warms up over a tenth of the steps and falls to 0 along a cosine.
+
+        Lightning's fit calls it. Weight decay is left out because a trained model needs a few hundred steps only.
+        """
         trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=self.learning_rate, weight_decay=0.0)
         steps = int(self.trainer.estimated_stepping_batches)

@@ -211,7 +211,10 @@ def _refuse_other_weights(model: Any, loading: Mapping[str, Any], name: str) -> 
 
 
 def default_model_folder() -> Path:
-    """The default model as a transformers folder, which is made on first use."""
+    """Return the folder of the default model in transformers' format, which is made on first use.
+
+    Called where ``model.path`` is not set.
+    """
     folder = cache_folder() / DEFAULT_MODEL
     if not (folder / "config.json").is_file():
         _convert_gguf(folder)
@@ -219,7 +222,10 @@ def default_model_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``)."""
+    """Return the folder that holds the default model.
+
+    It is ``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``).
+    """
     folder = os.environ.get("LIGHTNING_OBS_CACHE")
     if folder:
         return Path(folder)

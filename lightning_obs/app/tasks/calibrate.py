@@ -42,14 +42,14 @@ class Calibrate(Task):
 
     Attributes:
         job: model, data, callback and Trainers.
-        file_export: writes ``export.file``; None: there is none.
+        file_export: writes ``export.file``; None: the config sets no such file.
         meter: measures the quality on held-out data; None if ``evaluate`` is off.
         original: the quality in full precision; None: not measured.
         quantized: the quality of the exported model; None: not measured.
-        result: of the calibration.
-        layer_errors: of each layer, worst first; empty: not measured.
-        input_counts: how often the layer errors' batches had each input value, by module name.
-        export_lines: about the checkpoint, for the closing report.
+        result: the result of the calibration; None: not yet calibrated.
+        layer_errors: the error of each layer, worst first; empty: not measured.
+        input_counts: how often each input value occurred in the batches of the layer errors, by module name.
+        export_lines: lines about the checkpoint or file, for the closing report.
         report_row: the report's numbers for a table that compares runs; empty on ranks that write no report.
     """
 
@@ -119,6 +119,7 @@ class Calibrate(Task):
 
     @override
     def row(self) -> dict[str, Any]:
+        """The numbers of the report, under the label of the result."""
         return {**self.report_row, "run": self.label()}
 
     # ------------------------------------------------------------------ what a task may override
@@ -132,25 +133,31 @@ class Calibrate(Task):
         return CalibrationCallback(options, show=False, module=config.module, token_mask=config.token_mask)
 
     def check_task(self) -> None:
-        """Refuse configs that this task in particular cannot run; model and data are loaded."""
+        """Refuse configs that this task in particular cannot run; here: none.
+
+        :meth:`check` calls it once model and data are loaded.
+        """
 
     def check_scheme(self) -> None:
-        """Check the scheme against the model, and print which module is calibrated."""
+        """Check the scheme against the model, and print which module is calibrated; :meth:`check` calls it."""
         job = self.job
         session = job.callback.prepare(job.trainer, job.module)  # the run uses it again, since the model is the same
         say(f"· {describe(job.module, self.config.module, session)}")
 
     def choose(self) -> None:
-        """Choose schemes or observers, and give the job a callback that calibrates with them; here: nothing."""
+        """Choose schemes or observers, and give the job a callback that calibrates with them; here: nothing.
+
+        :meth:`run` calls it before the calibration.
+        """
 
     def train(self) -> None:
-        """Train the calibrated model; here: nothing."""
+        """Train the calibrated model; here: nothing. :meth:`run` calls it after the calibration."""
 
     def after_export(self, folder: Path) -> None:
-        """Measure the checkpoint in ``folder``; here: nothing."""
+        """Measure the checkpoint in ``folder``; here: nothing. :meth:`run` calls it on every rank after the export."""
 
     def passes(self, needs_data: bool) -> int:
-        """About how many batches the whole run forwards, for the estimate of its duration.
+        """Estimate how many batches the whole run forwards; :meth:`run` prints the duration by it before it starts.
 
         Args:
             needs_data: whether the calibration runs any batch.
@@ -161,11 +168,11 @@ class Calibrate(Task):
         return passes
 
     def label(self) -> str:
-        """The name of the result, for its page and a comparison."""
+        """Return the name of the result, for its page, for a comparison, and for messages."""
         return self.job.callback.label
 
     def report_facts(self) -> dict[str, Any]:
-        """The task's facts for the report, by the names of the fields of ``Report``."""
+        """Return the task's facts for the report, by the names of the fields of ``Report``; :meth:`report` calls it."""
         return {
             **quality_facts(self.original, self.quantized),
             "errors": self.layer_errors,
@@ -173,13 +180,17 @@ class Calibrate(Task):
         }
 
     def closing_lines(self) -> list[str]:
-        """Further lines of the closing report."""
+        """Return the task's lines for the closing report, behind those of the export; :meth:`report` calls it."""
         return []
 
     # ------------------------------------------------------------------ steps
 
     def calibrate(self) -> CalibrationResult:
-        """Calibrate in Lightning's validation loop; without a batch where neither scheme nor observers need data."""
+        """Calibrate in Lightning's validation loop; no batch is run if neither scheme nor observers need data.
+
+        Returns:
+            The result of the job's callback.
+        """
         job = self.job
         label = job.callback.label
         say(f"· calibrating {label}")
@@ -212,7 +223,7 @@ class Calibrate(Task):
             self.layer_errors = self.job.callback.layer_errors(held_out, self.input_counts)
 
     def report(self) -> None:
-        """Write the page and print the closing report, on rank 0."""
+        """Write the page and print the closing report; :meth:`run` calls it on rank 0, last."""
         has_logits = self.quantized is not None and self.quantized.moved is not None
         commands = StepCommands(self.job, has_logits, self.may_train)
         lines = [*self.export_lines, *self.closing_lines()]
@@ -221,5 +232,5 @@ class Calibrate(Task):
         publish_report(self.job, report, self.row(), commands)
 
     def batches_of_a_measurement(self) -> int:
-        """Batches of one measurement of the model's quality."""
+        """Return how many batches one measurement of the quality takes, for :meth:`passes`; 0 if ``evaluate`` is off."""
         return self.job.batches("eval_batches") if self.config.evaluate else 0

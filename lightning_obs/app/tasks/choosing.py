@@ -55,7 +55,10 @@ class Observers(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse several devices, fewer than two batches, and candidates that do not fit the scheme."""
+        """Refuse several devices, fewer than two batches, and candidates that do not fit the scheme.
+
+        ``Calibrate.check`` calls it, once model and data are loaded.
+        """
         _refuse_several_devices(self.config, self.job.trainer)
         batches = self.config.data.get("batches")
         if batches is not None and batches < 2:
@@ -69,7 +72,10 @@ class Observers(Calibrate):
 
     @override
     def choose(self) -> None:
-        """Score the candidates, print and write the choice, and give the job a callback with the chosen observers."""
+        """Score the candidates, print and write the choice, and give the job a callback with the chosen observers.
+
+        ``Calibrate.run`` calls it before the calibration.
+        """
         job = self.job
         options = job.callback.options
         batches = job.first_inputs(job.data.val_dataloader())
@@ -83,16 +89,17 @@ class Observers(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Also the passes that observe and score."""
+        """Add the passes that observe and score to those of ``Calibrate``."""
         return super().passes(needs_data) + 2 * self.job.batches("batches")
 
     @override
     def label(self) -> str:
+        """The name of the scheme, and that observers were chosen."""
         return f"{self.scheme_label} with observers chosen by measurement"
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Also the scores of the candidates."""
+        """Add the scores of the candidates to the facts of ``Calibrate``."""
         return {**super().report_facts(), "scores": self.scores}
 
     def _candidates(self) -> dict[str, Any] | None:
@@ -103,11 +110,12 @@ class Observers(Calibrate):
 class Plan(Calibrate):
     """``task=plan``: choose a scheme for each layer among ``task.candidates``, within a budget of bits or bytes.
 
-    The config group ``scheme`` is not read. The frontier is the plans with the least loss for their size.
+    The config group ``scheme`` is not read. The loss is an estimate of how far quantization changes the
+    predictions. The frontier is the plans with the least loss for their size.
 
     Attributes:
         sensitivity: the loss of each group of modules with each candidate.
-        plan: the choice.
+        plan: the chosen plan.
         points: sizes and estimated losses for the report's picture: of the frontier, of plans with one scheme for all
             layers, and of the choice.
     """
@@ -131,7 +139,10 @@ class Plan(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse several devices, and candidates that the model, or the file to write, does not take."""
+        """Refuse several devices, and candidates that the model, or the file to write, does not take.
+
+        ``Calibrate.check`` calls it, once model and data are loaded.
+        """
         _refuse_several_devices(self.config, self.job.trainer)
         options = self._candidate_options()
         options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
@@ -143,11 +154,14 @@ class Plan(Calibrate):
 
     @override
     def check_scheme(self) -> None:
-        """Nothing, since the scheme is not known yet."""
+        """Check nothing, since the scheme is not known yet when ``Calibrate.check`` calls this."""
 
     @override
     def choose(self) -> None:
-        """Measure sensitivities, solve for the budget, print the frontier, write the plan, and let the job use it."""
+        """Measure sensitivities, solve for the budget, print the frontier, write the plan, and let the job use it.
+
+        ``Calibrate.run`` calls it before the calibration.
+        """
         job = self.job
         self.sensitivity = self._measure()
         self.plan = choose_schemes(self.sensitivity, self.config.budget, at_most=self._at_most())
@@ -165,20 +179,22 @@ class Plan(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Also calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
+        """Add calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
         measuring = int(self.config.task.batches) * PASSES_OF_A_STEP
         return super().passes(needs_data) + self.job.batches("batches") + measuring
 
     @override
     def label(self) -> str:
+        """The bits per weight of the plan, and how many layers have each scheme."""
         counts = ", ".join(f"{count} {name}" for name, count in self.plan.counts.items())
         return f"plan of {self.plan.bits:.3f} bits per weight, {counts}"
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Also the plan, each layer's loss, and the frontier.
+        """Add the plan, each layer's loss and the frontier to the facts of ``Calibrate``.
 
-        If the losses are divergences, the chosen point is there twice: with the estimated divergence and the measured.
+        If the losses are divergences, the frontier has the chosen point twice: with the estimated divergence, and with
+        the measured divergence.
         """
         facts = super().report_facts()
         is_divergence = self.sensitivity.method == "divergence"

@@ -33,11 +33,17 @@ _OF_PAGE = ("grade", "headline", "original_size", "page")
 
 
 class Evaluate(Task):
-    """``task=evaluate``: the quality of ``model.path``, a checkpoint or any other model; nothing is calibrated."""
+    """``task=evaluate``: measure the quality of ``model.path``, a checkpoint or any other model; nothing is calibrated.
+
+    Attributes:
+        module: the LightningModule around the model.
+        data: to measure on.
+        report_row: the quality and the size, for a comparison.
+    """
 
     @override
     def check(self) -> None:
-        """Check the data, load the model, read the data."""
+        """Check that the data can be read, load the model, read the data."""
         check_data(self.config)
         self.module = load_module(self.config)
         self.data = make_data(self.config, facts_for_data(self.module))
@@ -67,24 +73,28 @@ class Evaluate(Task):
 
     @override
     def row(self) -> dict[str, Any]:
+        """The model's quality and size."""
         return self.report_row
 
 
 class Compare(Task):
-    """``task=compare``: a table of the finished runs in ``runs``, and a page with quality against size."""
+    """``task=compare``: print a table of the finished runs in ``runs``, and write a page with quality against size."""
 
     @override
     def check(self) -> None:
+        """Read the reports of the runs, and refuse a config without ``runs``."""
         if not self.config.runs:
             raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
         self.rows = [_row_of_report(Path(str(path))) for path in as_names(self.config.runs)]
 
     @override
     def run(self) -> None:
+        """Print the table and write the page."""
         _write_comparison(self.config.output_dir, self.rows, run_provenance(self.config, has_data=False))
 
     @override
     def row(self) -> dict[str, Any]:
+        """The rows of all runs, under ``runs``."""
         return {"run": "comparison", "runs": self.rows}
 
 
@@ -97,14 +107,20 @@ class ComparisonTable(Callback):
 
     @override
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised."""
+        """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised.
+
+        Hydra calls it after each run of a ``--multirun``, and after a single run.
+        """
         if job_return.status is JobStatus.COMPLETED:
             overrides = [str(override) for override in job_return.overrides or ()]
             self.runs.append((overrides, job_return.return_value, str(config.output_dir)))
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Print the table, with runs named by the overrides in which they differ, and the errors below it."""
+        """Print the table, with runs named by the overrides in which they differ, and the errors below the table.
+
+        Hydra calls it after the last run of a ``--multirun``.
+        """
         if not self.runs:
             return
         shared_overrides = set(self.runs[0][0])

@@ -48,6 +48,7 @@ class Finetune(Calibrate):
 
     @override
     def make_callback(self, options: CalibrationOptions) -> QuantizationAwareTraining:
+        """A callback that calibrates with these options and trains with those of ``task.callback``."""
         config = self.config
         training_options = plain(config.task.callback)
         return QuantizationAwareTraining(
@@ -56,7 +57,10 @@ class Finetune(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse a precision of the Trainer that cannot train, and a run without training batches."""
+        """Refuse a precision of the Trainer that cannot train, a GGUF export, and a run without training batches.
+
+        ``Calibrate.check`` calls it, once model and data are loaded.
+        """
         job = self.job
         require_precision(job.trainer)
         if self.file_export is not None and self.file_export.destination.replaces_weights:
@@ -70,7 +74,7 @@ class Finetune(Calibrate):
 
     @override
     def train(self) -> None:
-        """Measure the calibrated model, fit, and validate the result."""
+        """Measure the calibrated model, fit, and validate the result; ``Calibrate.run`` calls it before the export."""
         if self.meter is not None:
             self.calibrated = self.meter.quantized("as calibrated")
         job = self.job
@@ -91,7 +95,8 @@ class Finetune(Calibrate):
     def after_export(self, folder: Path) -> None:
         """Load the checkpoint again and measure it; each rank measures its share of the data.
 
-        Under torchrun each process has composed another ``folder``, so rank 0 tells the others which one was written.
+        ``Calibrate.run`` calls it on every rank after the export. Under torchrun each process may have composed another
+        ``folder``, so rank 0 broadcasts the folder that was written.
         """
         if self.meter is None or self.calibrated is None:
             return
@@ -137,6 +142,7 @@ class Finetune(Calibrate):
 
     @override
     def label(self) -> str:
+        """The label of the calibration, and that the model was fine-tuned."""
         return f"{super().label()}, fine-tuned"
 
     @override
@@ -155,7 +161,7 @@ class Finetune(Calibrate):
 
     @override
     def closing_lines(self) -> list[str]:
-        """The quality at each stage, and how long training took."""
+        """The quality at each stage, how long training took, and the share of the loss that it recovered."""
         lines = []
         if self.calibrated is not None:
             lines.extend(self._quality_lines(self.calibrated.name))

@@ -41,10 +41,10 @@ class Lora(Task):
     data is measured before, after, and with the adapters loaded again.
 
     Attributes:
-        folder: to write.
+        folder: the folder to write the adapters to.
         module: the LightningModule around the model.
-        trainer: trains.
-        qualities: by stage; empty with ``evaluate=false``.
+        trainer: the Trainer of the fit.
+        qualities: the quality by stage (without training, with adapters...); empty with ``evaluate=false``.
         seconds_trained: wall time of the fit.
     """
 
@@ -79,7 +79,7 @@ class Lora(Task):
 
     @override
     def run(self) -> None:
-        """Measure, fit, measure, write, load again and measure, report."""
+        """Measure the model, train the adapters, measure, write the adapters, load them again and measure, report."""
         module = self.module
         self._measure(module, "without training")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -102,6 +102,7 @@ class Lora(Task):
 
     @override
     def row(self) -> dict[str, Any]:
+        """The quality before and after training, the adapters' size, and the duration of the fit."""
         return self.report_row
 
     def _measure(self, module: LightningModule, stage: str) -> None:

@@ -33,7 +33,10 @@ class Task(ABC):
 
     @abstractmethod
     def row(self) -> dict[str, Any]:
-        """The run's row of a comparison of runs; it has a key ``run`` with the name of the result."""
+        """Return the run's row of a comparison of runs; it has a key ``run`` with the name of the result.
+
+        Called after :meth:`run`; a ``--multirun`` shows the rows of its runs in one table.
+        """
 
 
 def task_node(config: DictConfig) -> DictConfig:

@@ -31,12 +31,14 @@ from lightning_obs.streaming.source import CheckpointSource
 
 
 class Weights(Task):
-    """``task=weights``: :func:`~lightning_obs.quantize_checkpoint` of ``model.path``, to ``export.folder``.
+    """``task=weights``: quantize the weights of ``model.path`` from file to file, without data.
+
+    It calls :func:`~lightning_obs.quantize_checkpoint`, which writes the checkpoint to ``export.folder``.
 
     Attributes:
         option: the option of the command line that chose the task, for errors.
-        options: of the calibration.
-        result: of the calibration.
+        options: the options of calibration, from the config.
+        result: the result of the calibration; set by :meth:`run`.
     """
 
     option: ClassVar[str] = "task=weights"
@@ -80,7 +82,7 @@ class Weights(Task):
 
     @property
     def source(self) -> Path:
-        """The folder of the checkpoint to quantize."""
+        """The folder of the checkpoint to quantize: ``model.path``, or the default model's."""
         path = self.config.model.get("path")
         return default_model_folder() if path is None else Path(path)
 
@@ -111,6 +113,7 @@ class Weights(Task):
 
     @override
     def row(self) -> dict[str, Any]:
+        """The checkpoint's size, and the duration of the calibration."""
         size = folder_size(Path(self.config.export.folder))
         return {"run": self.result.scheme, "size": size, "seconds": self.result.seconds}
 
