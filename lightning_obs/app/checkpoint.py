@@ -96,6 +96,7 @@ def _export(job: Job, folder: Path) -> None:
 
 def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
     """Whether the checkpoint can be loaded and compared: by transformers, or by ``load_checkpoint`` for other models.
+
     Args:
         job: of the run.
         engines: verdicts by name; ``transformers`` has one only for its own models.

@@ -35,6 +35,7 @@ class FileExport:
     """Checks and writes the file of one run.
 
     ``Calibrate`` makes it in ``check`` if the config sets ``export.file``, and writes the file at the end of ``run``.
+
     Args:
         config: the composed config, which sets ``export.file``.
 

@@ -104,6 +104,7 @@ def names_ignored_by_report(path: str | None) -> list[str]:
 
     Returns:
         Names of modules; empty if ``path`` is None.
+
     Raises:
         CalibrationError: a file that is no report.
     """
@@ -185,6 +186,7 @@ def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModu
     """Make an instance of the LightningDataModule that ``data`` describes.
 
     :func:`make_data` calls it for a run; ``step_commands.py`` calls it to check the data of a proposed run.
+
     Args:
         config: the composed config.
         facts: arguments that the model offers (:func:`facts_for_data`); the constructor gets those that it takes.

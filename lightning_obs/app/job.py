@@ -116,6 +116,7 @@ class Job:
         """Load the exported checkpoint as a user would, into a new LightningModule.
 
         ``app/checkpoint.py`` compares its output with the calibrated model's; ``Finetune`` measures its quality.
+
         Returns:
             The LightningModule, and the model inside it.
         """

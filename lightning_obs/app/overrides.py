@@ -33,6 +33,7 @@ def checked_words(words: Sequence[str]) -> list[str]:
     """Check the typed words, and return those to hand to Hydra; ``__main__`` calls this first.
 
     Names of options are spelled as their files are, since presets are compared without case.
+
     Raises:
         CalibrationError: a word that is neither a flag of Hydra nor ``key=value``; a group without an option.
     """

@@ -44,6 +44,7 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
     """Run ``trainer.test`` and return the logged value that judges the model; None if ``test_step`` logs nothing.
 
     Called by :class:`QualityMeter`, ``task=evaluate`` and ``task=lora``.
+
     Raises:
         CalibrationError: ``test_step`` logs several values, and ``module.metric`` names none of them.
     """
@@ -86,6 +87,7 @@ class QualityMeter:
         """Measure the quality in full precision, and keep the predictions for the later comparisons.
 
         ``Calibrate.run`` calls it before anything is calibrated.
+
         Raises:
             CalibrationError: the quality is not a finite number.
         """

@@ -61,6 +61,7 @@ def align(model: Any) -> None:
     """Make equal models give equal bits, by the same order of every summation; the model is changed in place.
 
     Called for the calibrated model and for the loaded model, before each runs on the sample.
+
     Experts run one by one, since transformers' other ways of running them add in another order. MKL's order depends on
     the address of a matrix, and safetensors maps tensors from the file at any offset: tensors whose address is not a
     multiple of 64 bytes are copied to memory that torch allocates.
@@ -79,6 +80,7 @@ def first_tensor(output: Any) -> tuple[str, Any]:
     """Return the tensor to compare in a model's output: the logits, or else the first tensor.
 
     Called for the outputs of the calibrated model and of the loaded model.
+
     Returns:
         Its kind in words (``logits``, ``hidden states`` or ``outputs``), and the tensor.
     """

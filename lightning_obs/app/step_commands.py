@@ -132,6 +132,7 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
     """Whether the command of a step would pass its checks: compose it, and check its words, options and data.
 
     :meth:`StepCommands.can_run` calls this before a step is proposed.
+
     Args:
         step: of the report.
         words: as for :func:`step_command`.

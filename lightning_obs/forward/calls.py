@@ -31,6 +31,7 @@ def in_evaluation_mode(
     """For a ``with`` block in which modules are in evaluation mode; afterwards each is in its former mode.
 
     Runs outside of Lightning's loops (:mod:`.extra_runs`), a distillation's teacher and learned scales use it.
+
     Args:
         model: whose modules are switched.
         kinds: classes of the modules to switch; by default all modules.
@@ -72,6 +73,7 @@ def logits_of(output: Any) -> torch.Tensor:
     """Return the logits ``(..., classes)`` in a model's output, to compare the predictions of two models.
 
     Called for each output by distillation and by the choices of observers and schemes that compare predictions.
+
     Raises:
         CalibrationError: the output has no logits.
     """

@@ -65,6 +65,7 @@ class KeptBatches:
         Args:
             batch: any structure of tensors that ``copy.deepcopy`` copies.
             note: kept as it is, not copied; :meth:`note` and :meth:`pop_all` return it.
+
         Raises:
             CalibrationError: the batch holds an object that cannot be copied.
         """

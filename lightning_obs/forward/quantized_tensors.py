@@ -335,6 +335,7 @@ class WeightQuantizer:
     """Quantizes and dequantizes a module's weight, in its own shape, in the backward as in the forward.
 
     :func:`weight_quantizer` makes it; ``recomputed_product`` calls it. It is a ``Quantizer`` of that file.
+
     Attributes:
         layout: a module whose kind says how the weight is a matrix; None: it is one.
         quantizer: of that matrix.

@@ -55,6 +55,7 @@ def require_traceable(
     """Raise a CalibrationError for a model that cannot be traced into a file whole, in float32.
 
     ``require_onnx`` and ``require_program`` call it before calibration and before the export.
+
     Args:
         model: calibrated, or to be calibrated.
         schemes: schemes of the modules that are calibrated, or will be, by module name.
@@ -150,6 +151,7 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
 
     ``export_onnx`` and ``program/program_file.py`` trace the model in it. Each calibrated module has one
     :class:`TensorWriter`.
+
     Args:
         model: calibrated, in evaluation mode.
         make_writer: takes a calibrated module, and makes its writer.
@@ -202,6 +204,7 @@ def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: st
     """Return the error to raise for an error of torch's exporters: its first cause, and the user's line that raised it.
 
     ``trace_onnx`` and ``program/program_file.py`` call it for any exception of the exporter.
+
     Args:
         exporter: its name, which begins the message.
         model: that it could not trace.

@@ -59,6 +59,7 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
     """Return the text of a row of data: the content of its field, or its chat as the tokenizer's template writes it.
 
     :func:`read_texts` calls it for each row.
+
     Args:
         place: file and line of the row, for errors.
         row: an object of a file.
@@ -96,6 +97,7 @@ def text_of(place: str, row: Any, text_field: str, tokenizer: Any) -> str:
 
 def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
     """The length of a chat's opening in characters: the position of the first message that is no system message.
+
     Args:
         chat: the text that the template made.
         messages: of the chat.

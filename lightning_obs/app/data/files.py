@@ -39,6 +39,7 @@ def read_rows(
     """Yield the objects of a file or folder in a fixed order, each with its place; at least one.
 
     ``TextData`` reads its texts by it, and the first row to check the data before the model is loaded.
+
     Args:
         path: a text file in UTF-8 (an object is a paragraph); a ``.jsonl``, ``.json``, ``.csv`` or ``.parquet`` file; a
             folder of such files, or one saved by ``datasets``. None: Python's own documentation.

@@ -47,6 +47,7 @@ class HeldOutRuns:
         """Cut every shared run out of a text, until what remains shares no run, not even across a cut.
 
         ``TextData`` calls it for the text to calibrate and to train on.
+
         Args:
             tokens: token ids ``(M,)``.
 

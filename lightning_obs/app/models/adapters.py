@@ -49,6 +49,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     """Give a model new adapters, which are the only parameters that are trained.
 
     ``CausalLM`` calls it for ``model.lora``, after the weights are loaded.
+
     Args:
         model: of transformers; its weights may be packed.
         lora: the arguments of peft's ``LoraConfig``.
@@ -76,6 +77,7 @@ def load_adapters(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module
     """Give a model the adapters that peft has saved in ``folder``; they are the only parameters that are trained.
 
     ``CausalLM`` calls it for ``model.adapters``, after the weights are loaded.
+
     Returns:
         peft's wrapper around ``model``.
 

@@ -232,5 +232,5 @@ class Calibrate(Task):
         publish_report(self.job, report, self.row(), commands)
 
     def batches_of_a_measurement(self) -> int:
-        """Return how many batches one measurement of the quality takes, for :meth:`passes`; 0 if ``evaluate`` is off."""
+        """Return the batches that one measurement of the quality takes, for :meth:`passes`; 0 without ``evaluate``."""
         return self.job.batches("eval_batches") if self.config.evaluate else 0
