@@ -1,8 +1,8 @@
-"""Packages that a plain installation does not bring, and packages that are needed in a newer release than it asks for.
+"""Import optional packages, and check that installed packages are new enough for a feature.
 
-What most users never need is in extras: Hydra for the command line, numba for fast loops, scipy for mixed precision,
-ONNX. The code that needs such a package imports it with :func:`import_package` when it is used, and before anything is
-measured, so that its absence is one error with the command that installs it.
+Packages that most users never need are in extras of this package: Hydra for the command line, numba for fast loops,
+scipy for mixed precision, ONNX. The code that needs such a package imports it with :func:`import_package` when it is
+used, and before anything is measured, so that its absence is one error with the command that installs it.
 """
 
 from __future__ import annotations

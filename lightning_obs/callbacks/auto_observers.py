@@ -113,6 +113,7 @@ class AutoObservers:
         self.stop()
 
         def keep(model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            """The model's forward hook: keep the inputs of an observed call."""
             if session.observation.calls.is_paused:
                 return
             if not self._inputs.offered:

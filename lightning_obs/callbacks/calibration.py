@@ -222,7 +222,7 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a wrong configuration before hours of training; restore the qparams of a resumed run."""
+        """Refuse a wrong configuration before hours of training, and restore the calibration of a resumed run."""
         earlier = takewhile(lambda callback: callback is not self, trainer.callbacks)
         refuse(
             [type(callback).__name__ for callback in earlier if class_of(callback, "WeightAveraging")],

@@ -1,4 +1,4 @@
-"""What ``export_to`` names: the folder of a checkpoint, or a file, whose suffix says by which writer it is written.
+"""What ``export_to`` names: the folder of a checkpoint, or a file of another format, which its suffix chooses.
 
 A destination is asked three times before a run calls its model on data: when the callback is made, whether its options
 are known; when the run starts, whether the path can be written; and once the model is known, whether the format can
@@ -34,7 +34,7 @@ from lightning_obs.program.program_file import check_program_file, export_progra
 ExportTo: TypeAlias = (
     str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Mapping[str, Any] | None] | None
 )
-#: suffixes of files of weights, and of programs of other kinds, that somebody may expect
+#: suffixes of other kinds of files that a user may expect of ``export_to``; they are refused
 _OTHER_FILES = (".bin", ".ckpt", ".engine", ".pt", ".pte", ".pth", ".safetensors")
 
 
@@ -116,18 +116,18 @@ class OnnxFile(Destination):
 
     @override
     def check_path(self) -> None:
-        """Refuse a taken path, wrong values of ``measure`` and ``signed``, and a missing package."""
+        """When a run starts, refuse a taken path, wrong values of options, and a missing package."""
         require_bool(measure=self._is_measured)
         check_onnx_file(self.path, self.overwrite, self.options.get("signed"))
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
-        """Refuse what ONNX cannot hold."""
+        """Before data run, refuse a model or a scheme that ONNX cannot hold."""
         require_onnx(model, schemes, self.path, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
-        """Write the file and, unless ``measure`` is off, run it in onnxruntime."""
+        """At a run's end, write the file and, unless ``measure`` is off, run it in onnxruntime."""
         write = export_and_measure if self._is_measured else export_onnx
         options = self.options.copy()
         options.pop("measure", None)
@@ -148,17 +148,17 @@ class ProgramFile(Destination):
 
     @override
     def check_path(self) -> None:
-        """Refuse a taken path, and a backend that is unknown or missing."""
+        """When a run starts, refuse a taken path, and a backend that is unknown or missing."""
         check_program_file(self.path, self.overwrite, self.options.get("backend"))
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
-        """Refuse what a program cannot hold."""
+        """Before data run, refuse a model or a scheme that a program cannot hold."""
         require_program(model, schemes, self.path, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
-        """Trace the model, and write its program."""
+        """At a run's end, trace the model and write its program."""
         options = self.options.copy()
         example = options.pop("example", None)
         results.export_traced(export_program, self.path, example, overwrite=self.overwrite, **options)
@@ -186,17 +186,17 @@ class GgufFile(Destination):
 
     @override
     def check_path(self) -> None:
-        """Refuse a taken path, and a ``base`` that is no GGUF file."""
+        """When a run starts, refuse a taken path, and a ``base`` that is no GGUF file."""
         check_files(self.path, self.base, self.overwrite)
 
     @override
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
-        """Refuse a model or a scheme that the base file cannot hold."""
+        """Before data run, refuse a model or a scheme that the base file cannot hold."""
         require_gguf(model, schemes, self.path, self.base, overwrite=self.overwrite)
 
     @override
     def write(self, results: Results) -> None:
-        """Write a copy of ``base`` with the quantized weights."""
+        """At a run's end, write a copy of ``base`` with the quantized weights."""
         results.export_gguf(self.path, self.base, self.overwrite)
 
 

@@ -42,13 +42,13 @@ class Distillation:
     """Trains the quantized model, the student, on the predictions of a teacher.
 
     Args:
-        weight: of the divergence beside the loss that ``training_step`` returns; ``"only"``: the divergence is the
-            loss; 0: nothing is distilled.
+        weight: factor of the divergence, which is added to the loss that ``training_step`` returns; ``"only"``: the
+            divergence is the loss; 0: nothing is distilled.
         teacher: takes the calls that the student takes; ``"original"``: a copy of the student, made before the first
-            fit; None: the student itself, unquantized, as far as it is trained.
+            fit; None: the student itself, unquantized, with its present weights.
 
     Raises:
-        CalibrationError: ``weight`` is none of these, or 0 with a teacher; the teacher is another word.
+        CalibrationError: ``weight`` has another value, or is 0 with a teacher; the teacher is another word.
     """
 
     def __init__(self, weight: float | Literal["only"], teacher: nn.Module | Literal["original"] | None) -> None:
@@ -111,6 +111,7 @@ class Distillation:
 
         @functools.wraps(training_step)
         def distilling_step(*args: Any, **kwargs: Any) -> Any:
+            """Run the user's step, and return its result with the loss to train with."""
             with _calls_of(student) as calls:
                 result = training_step(*args, **kwargs)
             if result is None:  # the user skips this batch
@@ -157,7 +158,7 @@ class Distillation:
         loss = mean if self._weight == "only" else loss + self._weight * mean
         if not loss.requires_grad and training.learned is not None and not training.is_quantized:
             # Before the first calibration the learned scales are not used, and frozen weights give no gradient either.
-            # Backward needs some: a zero one for each scale.
+            # Backward needs a gradient, so each scale gets one of zeros.
             for factor in training.learned.parameters:
                 loss = loss + 0 * factor.sum()
         return loss
@@ -169,6 +170,7 @@ def _calls_of(module: nn.Module) -> Iterator[list[_Call]]:
     calls: list[_Call] = []
 
     def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """The module's forward hook: keep a call and its output."""
         calls.append(_Call(args, kwargs, output))
 
     remove_hook = keep_hook_out(module, module.register_forward_hook(collect, with_kwargs=True))

@@ -111,7 +111,8 @@ class ExportAtEnd:
     def require_example(self, trainer: Trainer, results: Results) -> None:
         """Refuse to go on if a file is to be traced and no batch has called the model; called after a validation.
 
-        The sanity check of a fit is one: a training does not end with an error that could be known before it.
+        It is also called after a fit's sanity check, so that a training does not end with an error that could be known
+        before it.
 
         Raises:
             CalibrationError: there is no example, of the validation or in the destination's options.

@@ -27,8 +27,8 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 class LostUpdates:
     """Measures in the first step of each optimizer which share of the weights changes, and warns if it is small.
 
-    ``QuantizationAwareTraining`` holds one. Optimizers call it before and after each step of a fit. A step whose
-    learning rate is zero is not the first (a warm-up), nor one that a loss scaler leaves out.
+    ``QuantizationAwareTraining`` holds one. Optimizers call it before and after each step of a fit. A step with a
+    learning rate of zero (a warm-up) does not count as the first, nor does a step that a loss scaler leaves out.
 
     Args:
         label: of the callback, to begin the warning with.

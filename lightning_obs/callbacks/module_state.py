@@ -152,7 +152,10 @@ class _Copies:
         untouched: frozenset[str] = frozenset(),
         parameters: dict[str, Any] | None = None,
     ) -> None:
-        """Copy the values of a dict, except the ``untouched`` names; the dict becomes one of ``namespaces``."""
+        """Copy the values of a dict, except the ``untouched`` names; the dict becomes one of ``namespaces``.
+
+        Called for the dicts of a module, and for the attributes of a record.
+        """
         recorded: dict[str, Any] = {}
         self.namespaces.append(_Namespace(values, recorded, untouched, {} if parameters is None else parameters))
         for name, value in values.items():

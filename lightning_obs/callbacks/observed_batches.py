@@ -202,7 +202,7 @@ class ObservedBatches:
 
 
 def validation_loaders(trainer: Trainer) -> dict[Any, Any]:
-    """The Trainer's validation loaders by number, or by key where they are a dict."""
+    """Return the Trainer's validation loaders by number, or by key where the user gave a dict."""
     loaders = trainer.val_dataloaders
     if isinstance(loaders, Mapping):
         return dict(loaders)

@@ -52,7 +52,8 @@ class QuantizedValidation:
 
     Attributes:
         moved: how far the predictions moved; None before :meth:`run`, and for outputs without logits.
-        higher_is_better: the direction of each metric that was logged as an object of torchmetrics, where it has one.
+        higher_is_better: by name, the direction of each metric that was logged as a torchmetrics object with a
+            direction.
 
     Raises:
         CalibrationError: a share of a loader without a length.

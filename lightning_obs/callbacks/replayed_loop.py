@@ -53,7 +53,8 @@ class ReplayedLoop:
 
     Attributes:
         logged: the metrics that were logged for the whole epoch.
-        higher_is_better: the direction of each of them that is an object of torchmetrics, where it has one.
+        higher_is_better: by name, the direction of each metric that was logged as a torchmetrics object with a
+            direction.
     """
 
     def __init__(

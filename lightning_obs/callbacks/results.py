@@ -94,7 +94,7 @@ class Results:
     # ------------------------------------------------------------------ of this object or of a copy
 
     def __getstate__(self) -> dict[str, Any]:
-        """Called when the callback is copied: from now on, the copy and these results know of one another."""
+        """Return the attributes for a deep copy; from now on these results and the copy know each other."""
         if self._copies is None:
             self._copies = DeepCopies()
             if self.session is not None:
@@ -103,7 +103,7 @@ class Results:
 
     @property
     def _source(self) -> Results:
-        """The results that answer for these: of the deep copy that ran in their place, else these."""
+        """The results to read: those of the deep copy that ran in place of this callback, or these themselves."""
         return self if self._copies is None else self._copies.with_results(self)
 
     @property
@@ -132,6 +132,8 @@ class Results:
     def export(self, folder: str | os.PathLike[str], tokenizer: Any = None, **options: Any) -> Path:
         """Write the calibrated module as a checkpoint; on several ranks, rank 0 writes.
 
+        Called by the callback's ``export``, and at a run's end for a folder of ``export_to``.
+
         Args:
             folder: written whole or not at all.
             tokenizer: saved in it; None: the LightningModule's ``tokenizer`` or ``processor``, if it has one.
@@ -154,6 +156,9 @@ class Results:
     ) -> Path:
         """Write the calibrated module by a function that traces it; on several ranks, rank 0 writes.
 
+        Called by the callback's ``export_onnx`` and ``export_program``, and at a run's end for such files of
+        ``export_to``.
+
         Args:
             write: :func:`~lightning_obs.export_onnx` or :func:`~lightning_obs.export_program`.
             file: written whole or not at all.
@@ -174,6 +179,8 @@ class Results:
 
     def export_gguf(self, file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> Path:
         """Write the calibrated module as a GGUF file; on several ranks, rank 0 writes.
+
+        Called by the callback's ``export_gguf``, and at a run's end for such a file of ``export_to``.
 
         Args:
             file, base, overwrite: as :func:`~lightning_obs.export_gguf` takes them.
@@ -254,6 +261,8 @@ class Results:
 
     def facts(self, **facts: Any) -> Report:
         """Gather the facts of the last calibration for the summary and the page.
+
+        Called by :meth:`report`, and by the command line for the report of its run.
 
         Args:
             **facts: facts to add, or to replace, as :meth:`.Report.of` takes them.

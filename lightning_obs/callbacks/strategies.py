@@ -27,7 +27,8 @@ _THIRD_PACKAGES = ("ColossalAIStrategy",)
 def collectives_of(trainer: Trainer) -> Collectives:
     """Return how this rank reduces and gathers over the others, through the Trainer's strategy.
 
-    Before the Trainer's first run, which starts the ranks, they are the collectives of one rank; so are those of a
+    Called when a session is prepared, when a test starts, and for the checks and writes of ``export_to``. Before the
+    Trainer's first run, which starts the ranks, the result is the collectives of one rank. The same holds for a
     strategy that has no ``world_size`` of its own.
 
     Raises:

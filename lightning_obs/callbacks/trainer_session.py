@@ -163,6 +163,7 @@ def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
     teardown = trainer.strategy.teardown
 
     def teardown_in_place() -> None:
+        """Replace the strategy's ``teardown``: run it, then let the modules move again."""
         strategy_attributes.pop("teardown", None)  # of two callbacks, the first has removed its function already
         try:
             teardown()

@@ -39,7 +39,8 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
 
 @contextmanager
 def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Iterator[None]:
-    """For a ``with`` block that reads ``path``: any exception in it becomes a :class:`CalibrationError` that names it.
+    """Turn any exception in a ``with`` block that reads ``path`` into a :class:`CalibrationError` that names the
+    path.
 
     A :class:`CalibrationError` passes unchanged. ``expected`` and ``remedy`` are as for :func:`read_json`.
     """

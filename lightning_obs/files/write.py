@@ -118,7 +118,7 @@ def _refuse_foreign_while_others_write(target: Path, folder: Path) -> None:
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
-    """Changes when another folder takes the name, or the folder itself changes."""
+    """A pair of numbers that changes when another folder takes the name, or the folder itself changes."""
     return status.st_ino, status.st_ctime_ns
 
 

@@ -244,9 +244,10 @@ class _LearnedScale:
             self.calibrated = getattr(self.target.module, name).clone()
 
     def set_on_module(self) -> None:
-        """Let the module's quantized forward compute this scale; its weight keeps its numbers where the dtype asks it.
+        """Make the module's quantized forward compute this scale from the factor.
 
-        Those numbers (``weight_rounded``) are computed here, unless a rounding has chosen them.
+        A weight whose scale has a ``stored_dtype`` keeps its rounded numbers while the scale is trained. These numbers
+        (``weight_rounded``) are computed here, unless a rounding has chosen them.
         """
         module = self.target.module
         assert self.calibrated is not None

@@ -94,6 +94,7 @@ class BlockRunner:
         """
 
         def on_skipped(index: int) -> None:
+            """Called for each block that is passed over: observe only what follows the block before this one."""
             is_block_before = index == block - 1
             self.session.ignore_calls(not (observe and is_block_before))
 

@@ -259,6 +259,7 @@ class _LayerwiseRun:
             return
 
         def load(*_: Any) -> None:
+            """The hook before the module's first call."""
             remove_hook()
             stack.enter_context(self._source.loaded([name], self._device))
 
