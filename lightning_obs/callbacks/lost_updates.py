@@ -1,7 +1,7 @@
 """Say when weights in half precision lose what the optimizer adds to them.
 
-The numbers of bfloat16 near a weight are 0.4 to 0.8 % of it apart. An update below half of that leaves the weight as it
-is, in every step again: nothing adds up. Weights in float32 and optimizers that round stochastically lose nothing.
+Neighbouring numbers of bfloat16 differ by 0.4 to 0.8 %. An update below half of that distance leaves a weight as it is,
+in every step again, so updates never add up. Weights in float32 and optimizers that round stochastically lose nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 #: weights of each parameter that are watched
 _SAMPLE = 1024
-#: below this share of changed weights the warning comes
+#: a smaller share of changed weights gives the warning
 _ENOUGH = 0.5
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -99,8 +99,8 @@ class LostUpdates:
         self._waiting.clear()  # one warning is enough
         warn(
             f"{self._label}: the first step has changed {changed / with_gradient:.1%} of the weights that have a "
-            f"gradient. They are in {dtype}, and updates below half the distance of its numbers are lost (learning "
-            f"rate {_learning_rate(optimizer):g}). Load the model in float32 and set "
+            f"gradient. They are in {dtype}, and updates below half the distance between its numbers are lost "
+            f"(learning rate {_learning_rate(optimizer):g}). Load the model in float32 and set "
             "Trainer(precision='bf16-mixed'), or give an optimizer that rounds stochastically: "
             "torchao.optim.AdamW8bit(..., bf16_stochastic_round=True)."
         )

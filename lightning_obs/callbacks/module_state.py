@@ -1,13 +1,13 @@
 """The state of a LightningModule at one time, except its weights, for a second pass that starts as the first did.
 
 ``validation_step`` appends to lists of the module, updates its metrics, counts in its buffers. A second pass must find
-all of this as it was before the first batch, and nobody must see afterwards what it changed.
+all of this as it was before the first batch, and nothing that it changed may stay afterwards.
 
 So the attributes and buffers of every module are recorded. Metrics of torchmetrics are modules, and their state is
 recorded like any other. Modules stay the same objects: wrappers (DDP, FSDP), compiled code and hooks go on working, and
 ``self.log`` recognizes its metrics. Values of Python's, NumPy's and torch's own types are copied (:meth:`_Copies.of`).
 An object of another class is recorded, in place, where its attributes hold plain data alone, as an ``AverageMeter``'s
-do. All others are shared by both passes: nobody can say what a copy of a dataset, a lock or a logger would do.
+do. All others are shared by both passes: it is unknown what a copy of a dataset, a lock or a logger would do.
 
 A weight that is computed from a parameter (``torch.nn.utils.prune``, ``spectral_norm``) lies in attributes and buffers.
 These stay as they are, too: a ``ModelPruning`` may begin, prune further, or end between the two passes.
@@ -225,7 +225,7 @@ def _weight_names(parameters: dict[str, Any]) -> frozenset[str]:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether an object of a class written in Python has attributes of plain data alone: all of its state is there."""
+    """Whether a value is an object of a Python class whose attributes, all plain data, are its whole state."""
     if isinstance(value, (type, nn.Module, Dataset)) or type(value).__basicsize__ != _PLAIN_SIZE:
         return False
     attributes: dict[str, Any] = getattr(value, "__dict__", {})

@@ -322,9 +322,10 @@ class FirstCall:
         return self._call
 
     def example(self, model: nn.Module, *, is_dynamic: bool) -> tuple[Any, ...] | dict[str, Any]:
-        """The example for a writer: positional arguments alone, or else all arguments by name.
+        """Return an example for a writer: the positional arguments if there are no others, else all by name.
 
-        Arguments of a transformers model that are labels are left out.
+        Called by ``Results.export_traced`` if the user gave no example. Arguments of a transformers model that
+        are labels are left out.
 
         Args:
             model: of the session; the example is put on its device.

@@ -91,7 +91,7 @@ class QuantizedFit:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether anything was calibrated."""
+        """Whether any module was calibrated; asked when a test starts, which then runs quantized."""
         return self._training is not None and self._training.is_quantized
 
     def use(self, session: CalibrationSession) -> None:
@@ -116,6 +116,8 @@ class QuantizedFit:
 
     def require_ranges(self) -> None:
         """Refuse to export a model whose activations were not calibrated yet.
+
+        `Results` calls it before each export.
 
         Raises:
             CalibrationError: weights have ranges, and some activation has none.
@@ -193,7 +195,7 @@ class QuantizedFit:
         training.refresh_weights()
 
     def has_started(self, trainer: Trainer) -> bool:
-        """Whether fit has reached ``start_epoch`` and ``start_step``."""
+        """Whether fit has reached ``start_epoch`` and ``start_step``; asked before batches and validations."""
         return bool(trainer.current_epoch >= self._start_epoch and trainer.global_step >= self._start_step)
 
     # ------------------------------------------------------------------ validation, test and predict
@@ -243,13 +245,16 @@ class QuantizedFit:
             self._training.end_validation()
 
     def gather_statistics(self) -> None:
-        """Keep a fit's validation statistics until training goes on; the very first ranges are in force at once."""
+        """Keep a fit's validation statistics until training goes on; a fit's first ranges are in force at once.
+
+        Called at the end of a validation's epoch, if its data were observed.
+        """
         self.training.gather()
         if not self.training.has_all_ranges:
             self.training.write()
 
     def begin_test(self, pl_module: LightningModule) -> None:
-        """Run a test or a prediction quantized, with the weights observed as they are."""
+        """Let a test or a prediction that starts run quantized, with ranges of the present weights."""
         training = self.training
         training.start(around=pl_module)
         training.refresh_weights()
@@ -268,14 +273,16 @@ class QuantizedFit:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranges, learned scales, and how far an observation has come."""
+        """Return the ranges, learned scales, and how far an observation has come, for the callback's state."""
         if self._state_of_fit is not None:
             return self._state_of_fit
         training = self.training
         return sealed({**training.session.state_dict(), "training": training.state_dict()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Write the ranges of a checkpoint to the model, and go on with training where it stopped.
+        """Write the ranges of a checkpoint to the model, and continue the training where it stopped.
+
+        Called by ``prepare`` when Lightning has restored the callback from a checkpoint.
 
         Raises:
             CalibrationError: the state has other options, is damaged, or is of another model.

@@ -195,8 +195,8 @@ def step_of(trainer: Trainer) -> str:
 def require_batches(trainer: Trainer, pl_module: LightningModule, option: str) -> None:
     """Refuse a step that fetches its batches itself (``dataloader_iter``); called in ``setup``.
 
-    Such a step alone sees its batches. Only the step that this run calls is checked: none in ``predict``, and none in a
-    fit that does not validate (``module.validation_step = None``, for example).
+    Nothing but such a step sees its batches. Only the step that this run calls is checked: none in ``predict``, and
+    none in a fit that does not validate (``module.validation_step = None``, for example).
 
     Args:
         trainer: is about to start.

@@ -113,7 +113,10 @@ class Results:
 
     @property
     def has_calibrated(self) -> bool:
-        """Whether there are quantization parameters, computed or loaded; deep copies are asked, too."""
+        """Whether there are quantization parameters, computed or loaded.
+
+        `DeepCopies` asks, to find the callback that ran.
+        """
         return self.trainer_session.has_calibrated
 
     def register(self) -> None:

@@ -113,7 +113,7 @@ class SessionCallback(Callback):
                 one.
             overwrite: replace a checkpoint that is in the folder.
             max_shard_size: the largest size of one file of weights, in bytes or as ``"5GB"``.
-            progress: is called with the bytes that were written, as the work goes on.
+            progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
 
         Raises:
             CalibrationError: no validation has calibrated the model yet, or it was trained on since; ``folder`` cannot

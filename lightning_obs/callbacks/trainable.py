@@ -17,6 +17,7 @@ from lightning_obs.schemes.config import has_rounding
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
+#: the Trainer's precisions in which weights keep the dtype in which they were loaded
 _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
@@ -24,7 +25,7 @@ def require_precision(trainer: Trainer) -> None:
     """Refuse a Trainer whose precision converts the weights for training; called when fit starts.
 
     Raises:
-        CalibrationError: the precision is none of those that keep weights as they are.
+        CalibrationError: the precision does not keep weights in the dtype in which they were loaded.
     """
     if trainer.precision not in _PRECISIONS:
         raise CalibrationError(

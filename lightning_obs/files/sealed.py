@@ -35,7 +35,7 @@ def require_whole(
     name: str = "the saved calibration",
     remedy: str = "load the checkpoint of this model, or calibrate again.",
 ) -> None:
-    """Refuse a state of which anything was changed, lost or added since it was :func:`sealed`.
+    """Refuse a state that has changed, or has lost or gained entries, since it was :func:`sealed`.
 
     Called when a state is loaded from a file.
 

@@ -122,7 +122,7 @@ def facts_of_run(
         runs: how the blocks are run, by the name of the option.
 
     Raises:
-        CalibrationError: batches hold an object of which no checksum can be computed.
+        CalibrationError: batches hold an object whose checksum cannot be computed.
     """
     reader = source.reader
     forms = {name: form_checksum(reader.meta(name)) for name in reader}

@@ -54,8 +54,8 @@ class BlockRuns:
     Args:
         inputs: a block's inputs: ``"full_precision"``, the outputs of the source's blocks, or ``"quantized"``, the
             outputs of the quantized blocks, which the quantized model will compute. The latter runs each block twice.
-            A rounding with ``"inputs": "quantized"`` goes further, whatever is said here: it runs the modules of a
-            block one after the other.
+            A rounding with ``"inputs": "quantized"`` makes no use of this: it runs the modules of a block one after the
+            other, each on quantized inputs.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``; the other tokens reach no observer.
         device: where blocks are run, observed and compressed.

@@ -168,7 +168,7 @@ def test_weights_that_are_offloaded_cannot_be_trained(source, tmp_path):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:.*updates below half the distance of its numbers are lost"
+    "ignore:.*updates below half the distance between its numbers are lost"
 )  # the model is in bfloat16
 def test_weights_in_memory_are_trained_beside_offloaded_ones_that_run_quantized(source, tmp_path):
     found = []
