@@ -2,8 +2,8 @@
 
 The names are those of llama.cpp's converter, by the tables of the package ``gguf``. The converter also reorders rows of
 q and k, for architectures whose rotary embedding is computed in pairs of neighbours there (Llama, Mistral) and in two
-halves by transformers. Which order a file has is not looked up, but found: the file holds the model in float, so its
-rows are the model's in one of the two orders. In neither they are of another model.
+halves by transformers. The order of a file is found by comparison: the file holds the model in float, so its rows are
+the model's in one of the two orders. Rows that fit neither order are of another model.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _EXPERT = re.compile(r"(?<=\.experts)\.\d+(?=\.)")
 
 
 class BaseFile:
-    """A GGUF file that is read.
+    """The GGUF file in float whose weights an export replaces (the "base"); :func:`.check_files` opens it.
 
     Args:
-        file: its path.
+        file: the path of the file.
 
     Attributes:
-        path: as given.
-        tensors: by name, ``gguf``'s readers of them.
+        path: the path of the file.
+        tensors: ``gguf``'s reader of each tensor, by the tensor's name.
 
     Raises:
-        CalibrationError: it cannot be read; it is one of several parts, in another byte order, or of an architecture
-            that the installed ``gguf`` does not know.
+        CalibrationError: the file cannot be read; it is one of several parts, in another byte order, or of an
+            architecture that the installed ``gguf`` does not know.
     """
 
     def __init__(self, file: Path) -> None:
@@ -80,11 +80,14 @@ class BaseFile:
     # ------------------------------------------------------------------ tensors of modules
 
     def names_of(self, model: nn.Module, module_names: Sequence[str]) -> dict[str, str]:
-        """The tensor that holds each module's weight in this file, by module name; the experts of a layer have one.
+        """Return the name of the tensor that holds each module's weight in this file, by module name.
+
+        ``gguf_file.py`` calls it for the calibrated modules and for embeddings. The experts of a layer share a tensor.
 
         Args:
-            model: of transformers.
-            module_names: of modules in it. Those that this file has no tensor for are left out.
+            model: a model of transformers.
+            module_names: names of modules in ``model``. A module that has no tensor in this file is left out of the
+                result.
         """
         names = {}
         for module_name, file_name in names_in_files(model, module_names).items():
@@ -99,12 +102,14 @@ class BaseFile:
     def row_order(
         self, name: str, weight: torch.Tensor, values: torch.Tensor | None = None
     ) -> NDArray[np.int64] | None:
-        """The order in which a tensor of this file has the rows of a module's weight.
+        """Return the order in which a tensor of this file has the rows of a module's weight.
+
+        ``gguf_file.py`` calls it for each calibrated module, and reorders the new data by it.
 
         Args:
-            name: of the tensor.
+            name: the name of the tensor.
             weight: the matrix ``(R, C)`` in the model.
-            values: the expert's matrix ``(R, C)`` of a tensor that holds several; None: the whole tensor.
+            values: one expert's matrix ``(R, C)``, if the tensor holds several experts; None: the whole tensor.
 
         Returns:
             ``(R,)``, the numbers of the model's rows in the order of the file; None: the tensor holds another weight.
@@ -121,14 +126,14 @@ class BaseFile:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor, as torch has it: experts, rows, columns."""
+        """Return the shape of a tensor in torch's order of dimensions: experts (of a layer's tensor), rows, columns."""
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def values(self, name: str) -> torch.Tensor:
-        """A tensor of this file in float32.
+        """Return a tensor of this file in float32, to compare it with the model's weights.
 
         Raises:
-            CalibrationError: ``gguf`` cannot read its type.
+            CalibrationError: ``gguf`` cannot read the type of the tensor.
         """
         import gguf
 
@@ -160,13 +165,14 @@ class BaseFile:
     ) -> None:
         """Write a copy of this file with other data for some tensors, one tensor at a time.
 
-        Names, order and shapes of the tensors stay, and the metadata byte for byte, except ``numbers``.
+        ``export_gguf`` calls it last. Names, order and shapes of the tensors stay the same. The metadata stay the same
+        byte for byte, except ``numbers``.
 
         Args:
-            file: to write.
-            types: of tensors with other data, by name: their ``gguf.GGMLQuantizationType``.
-            numbers: keys of the metadata, of 32 bits, with their new values; those that are not there are added.
-            data: ``data(name)`` gives the bytes of a tensor in ``types``.
+            file: path of the file to write.
+            types: the ``gguf.GGMLQuantizationType`` of each tensor with other data, by the tensor's name.
+            numbers: new values of metadata, 32-bit integers, by their keys; absent keys are added.
+            data: ``data(name)`` returns the bytes of a tensor in ``types``.
         """
         import gguf
 

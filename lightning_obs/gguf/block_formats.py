@@ -28,14 +28,15 @@ _Bytes: TypeAlias = "NDArray[np.uint8]"
 
 
 class BlockFormat(NamedTuple):
-    """A format of GGUF.
+    """A format of GGUF; ``FORMATS`` has all that are written, and :func:`format_for` chooses among them.
 
     Attributes:
-        name: of the type, in ``gguf.GGMLQuantizationType``.
-        numbers: the number format of the weights that it stores.
+        name: the name of the type in ``gguf.GGMLQuantizationType``.
+        numbers: the number format of the weights that the format stores.
         symmetric: whether the weights have no zero point.
-        file_type: the ``gguf.LlamaFileType`` of a file whose weights mostly have it.
-        pack: the bytes of codes ``(N, 32)``, scales ``(N, 1)`` and zero points ``(N, 1)``, ``(N, bytes of a block)``.
+        file_type: the ``gguf.LlamaFileType`` of a file most of whose weights have this format.
+        pack: takes codes ``(N, 32)``, scales ``(N, 1)`` and zero points ``(N, 1)`` of N blocks; returns their bytes
+            ``(N, bytes of a block)``.
     """
 
     name: str
@@ -65,7 +66,10 @@ def _half(values: Any) -> _Bytes:
 
 
 def _minimum(scale: Any, zero_point: Any, lowest: int) -> _Bytes:
-    """The number of the lowest code, in float16: a code ``q`` above it stands for ``d * q + m``."""
+    """The number ``m`` of the lowest code, in float16: the ``q``-th code above it stands for ``d * q + m``.
+
+    The scale ``d`` is rounded to float16 before, since llama.cpp multiplies by the rounded scale.
+    """
     step = scale.astype(np.float16).astype(np.float32)
     return _half(step * (lowest - zero_point.astype(np.float32)))
 
@@ -76,31 +80,36 @@ def _above(codes: Any, lowest: int) -> NDArray[np.uint8]:
 
 
 def _q4_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """Blocks of Q4_0 (:attr:`BlockFormat.pack`, as are the functions below): scale, 4 bits of each code."""
     return np.concatenate([_half(scale), _nibbles(_above(codes, -8))], axis=1)
 
 
 def _q4_1(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """Blocks of Q4_1: scale, minimum, 4 bits of each code."""
     minimum = _minimum(scale, zero_point, -8)
     return np.concatenate([_half(scale), minimum, _nibbles(_above(codes, -8))], axis=1)
 
 
 def _q5_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """Blocks of Q5_0: scale, the fifth bits, the lower 4 bits of each code."""
     above = _above(codes, -16)
     return np.concatenate([_half(scale), _fifth_bits(above), _nibbles(above)], axis=1)
 
 
 def _q5_1(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """Blocks of Q5_1: scale, minimum, the fifth bits, the lower 4 bits of each code."""
     above = _above(codes, -16)
     minimum = _minimum(scale, zero_point, -16)
     return np.concatenate([_half(scale), minimum, _fifth_bits(above), _nibbles(above)], axis=1)
 
 
 def _q8_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
+    """Blocks of Q8_0: scale, signed codes."""
     return np.concatenate([_half(scale), codes.view(np.uint8)], axis=1)
 
 
 def _mxfp4(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
-    """The exponent of the scale, a power of two, with the bias 127; then the bits of four-bit floats."""
+    """Blocks of MXFP4: the exponent of the scale, a power of two, with the bias 127; then the four-bit floats."""
     _, exponent = np.frexp(scale)
     return np.concatenate([(exponent + 126).astype(np.uint8), _nibbles(codes.view(np.uint8))], axis=1)
 
@@ -119,11 +128,13 @@ FORMATS = (
 
 
 def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
-    """The format that stores a weight with every code and scale as it is; None: there is none.
+    """Return the format that stores a weight with every code and scale unchanged; None: there is none.
+
+    ``gguf_file.py`` calls it for each module, before the calibration to refuse schemes, and to write.
 
     Args:
         args: how the weight is quantized.
-        columns: of its matrix.
+        columns: columns of the weight's matrix.
 
     >>> format_for(QuantizationArgs(num_bits=4, group_size=64), columns=128).name
     'Q4_0'
@@ -175,12 +186,14 @@ def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
 
 
 class InFloat16(NamedTuple):
-    """What float16 does to the scales of a weight.
+    """How well float16, in which blocks store scales, holds the scales of a weight.
+
+    ``export_gguf`` refuses a weight whose scales are not close, and warns if they are not exact.
 
     Attributes:
-        is_exact: whether every scale is a float16.
-        is_close: whether each is off by no more than float16's precision, of the weight's largest scale: a smaller
-            scale than float16 has is one of numbers that are zero beside the others.
+        is_exact: whether float16 holds every scale exactly.
+        is_close: whether the error of every scale is at most float16's relative precision times the weight's largest
+            scale. The weights of a scale that is too small for float16 are negligible beside the others.
     """
 
     is_exact: bool
@@ -188,7 +201,10 @@ class InFloat16(NamedTuple):
 
     @classmethod
     def of(cls, scale: torch.Tensor, block_format: BlockFormat) -> InFloat16:
-        """Compare scales with their blocks'; those of MXFP4 are powers of two, which it stores as such."""
+        """Compare a weight's scales with what the blocks of a format store.
+
+        MXFP4 stores the exponents of its scales, which are powers of two, so it always holds them exactly.
+        """
         if block_format.name == "MXFP4":
             return cls(True, True)
         error = (scale.half().double() - scale.double()).abs()

@@ -41,12 +41,12 @@ _REMEDY = "use the scheme Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0, or list them in `ignor
 
 
 class _Replacement(NamedTuple):
-    """A tensor of the base that gets other data.
+    """A tensor of the base that gets other data; ``_replacements`` makes it, and ``_write`` packs the data.
 
     Attributes:
-        block_format: of the new data.
-        modules: whose weights it holds, in order: one, or the experts of a layer.
-        row_orders: of each module, ``(R,)``: the rows of its weight in the order of the file.
+        block_format: the format of the new data.
+        modules: the modules whose weights the tensor holds, in order: one, or the experts of a layer.
+        row_orders: for each module, ``(R,)``, the numbers of its weight's rows in the order of the file.
     """
 
     block_format: BlockFormat
@@ -65,9 +65,9 @@ def export_gguf(
 
     The calibrated weights of a GGUF file of the same model in float are replaced: int4 is stored as Q4_0, with zero
     points as Q4_1, int5 as Q5_0 and Q5_1, int8 as Q8_0, MXFP4 as MXFP4, with the codes that were calibrated. GGUF
-    stores scales in float16, which the scales of the schemes ``Q4_0`` to ``Q8_0`` are; others are rounded, with a
-    warning. Where there is a zero point, the number of the lowest code is stored, in float16: up to 0.7 % of a step (5
-    bits: 1.5 %) beside ``quantized()``. Needs the package of the extra ``gguf``.
+    stores scales in float16. The schemes ``Q4_0`` to ``Q8_0`` calibrate scales that float16 holds exactly; other scales
+    are rounded, with a warning. For a zero point GGUF stores the number of the lowest code in float16, so that weights
+    differ from ``quantized()`` by up to 0.7 % of a step (5 bits: 1.5 %). Needs the package of the extra ``gguf``.
 
     Args:
         model: of transformers, calibrated in weights alone. It is not changed.
@@ -123,7 +123,7 @@ def _prepare(
     base: str | os.PathLike[str],
     overwrite: bool,
 ) -> tuple[BaseFile, dict[str, _Replacement]]:
-    """All checks of :func:`require_gguf`; then the base, and its tensors that get other data."""
+    """Make all checks of :func:`require_gguf`, and return the base and its tensors that get other data, by name."""
     base_file = check_files(file, base, overwrite)
     refuse_unmerged(model, _FILE_KIND)
     refuse(
@@ -145,13 +145,15 @@ def _prepare(
 
 
 def check_files(file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> BaseFile:
-    """Refuse files that could not be written or read, of any model; the command line asks before it loads one.
+    """Open the base; refuse files that could not be written or read, whatever the model.
+
+    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_gguf` calls it again.
 
     Args:
         file, base, overwrite: as for :func:`export_gguf`.
 
     Returns:
-        The base.
+        The opened base.
     """
     import_package("gguf", "export_gguf")
     require_bool(overwrite=overwrite)

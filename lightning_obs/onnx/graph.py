@@ -20,17 +20,20 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 
 
 def finish(model: Any, names: Collection[str], output_names: Sequence[str]) -> None:
-    """Finish a traced graph: what engines need in another form, and what the exporter has left.
+    """Rewrite a traced graph as engines need it, and remove what the exporter has left over.
 
-    Batch norms are folded, a ReLU comes before the quantization that it reads, products of dynamic ranges become
-    products of integers, pools and upsampling to the nearest value give integers where they read integers, sums before
-    layer norms are kept apart, 4-bit integers are stored in 4 bits, nodes are named after modules, outputs after what
-    the model returns; unused nodes and the exporter's notes are removed. No number changes.
+    Batch norms are folded into the convolutions before them. A ReLU moves before the quantization that it reads.
+    Products whose input has a dynamic range become products of integers. Pools and upsampling to the nearest value give
+    integers if they read integers. Sums before layer norms are kept apart. 4-bit integers are stored in 4 bits. Nodes
+    are named after modules, and outputs after what the model returns. Unused nodes and the exporter's notes are
+    removed. The computed numbers stay the same.
+
+    ``export_onnx`` calls it between tracing and saving.
 
     Args:
         model: an ``onnx_ir`` model, changed in place.
-        names: the initializers whose integers fit into 4 bits.
-        output_names: of all outputs, in their order.
+        names: names of the initializers whose integers fit into 4 bits.
+        output_names: names of all outputs, in the outputs' order.
     """
     batch_norms = [node for node in model.graph if node.op_type == "BatchNormalization"]
     for batch_norm in batch_norms:
@@ -58,8 +61,8 @@ def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
 
     A convolution ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
     convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. In channels with
-    a negative factor codes and zero points change their signs, so that scales are positive, as TensorRT wants them; not
-    where the lowest code is among them, which has no counterpart.
+    a negative factor, codes and zero points change their signs, so that scales are positive, as TensorRT requires. A
+    channel that holds the lowest code, which has no counterpart, keeps its signs and gets a negative scale.
 
     Args:
         graph: changed in place.
@@ -143,9 +146,9 @@ def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
 def _rectify_before_quantizing(graph: Any, relu: Any) -> None:
     """Move a ReLU before the quantization that it alone reads, so that engines make it a part of the convolution.
 
-    ``F.relu`` reads a quantized output in this way. Both orders give the same numbers: rounding keeps signs, and zero
-    is one of the levels. It has to be the lowest one, or that of symmetric signed integers: else onnxruntime would
-    compute the convolution in float.
+    A ReLU called as ``F.relu`` reads a quantized output. Both orders give the same numbers, since rounding keeps signs
+    and zero is one of the levels. Only a zero point of 0 is handled: with another, onnxruntime would compute the
+    convolution in float.
     """
     dequantize = relu.inputs[0].producer()
     if dequantize is None or dequantize.op_type != "DequantizeLinear":
@@ -214,10 +217,10 @@ def _is_nearest_resize(node: Any) -> bool:
 
 
 def _quantize_selection(graph: Any, selection: Any) -> None:
-    """Quantize the output of a node that selects values of a quantized input: they are there already, so they stay.
+    """Quantize the output of a node that selects values of a quantized input; the values stay the same.
 
-    Engines pool and resize integers only where the output is quantized as the input is. A residual sum or a
-    concatenation that reads it is computed with integers only where it is quantized.
+    Engines pool and resize integers only if the output is quantized as the input is. A residual sum or a concatenation
+    that reads the output is computed with integers only if the output is quantized.
 
     Args:
         graph: changed in place.
@@ -241,9 +244,9 @@ def _quantize_selection(graph: Any, selection: Any) -> None:
 
 
 def _keep_sum_apart(layer_norm: Any) -> None:
-    """Write the Add before a layer norm as a Sum, which is the same.
+    """Write the Add before a layer norm as a Sum, which computes the same.
 
-    onnxruntime (1.30) makes an Add and a LayerNormalization one operation, which takes longer than the two.
+    onnxruntime (1.30) fuses an Add and a LayerNormalization into one operation, which is slower than the two.
     """
     add = layer_norm.inputs[0].producer()
     if add is not None and add.op_type == "Add":

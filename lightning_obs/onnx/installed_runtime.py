@@ -1,4 +1,4 @@
-"""What the installed onnxruntime is known to fail at, asked of it by a small graph."""
+"""Find out, by loading a small graph, whether the installed onnxruntime has a known fault."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import numpy as np
 def takes_signed_activations() -> bool:
     """Whether onnxruntime loads a product of three-dimensional signed activations; True where it is not installed.
 
-    ``export_onnx`` asks it once per process. On x86 onnxruntime makes signed activations unsigned; up to the release
-    1.32 it fails if the product has three dimensions and a bias, which it has made a ``Reshape`` and a ``Gemm`` before.
+    ``export_onnx`` calls it to choose between signed and unsigned activations; the answer is kept for the process. On
+    x86 onnxruntime makes signed activations unsigned. Up to the release 1.32 this fails if the product has three
+    dimensions and a bias, because onnxruntime has turned the product into a ``Reshape`` and a ``Gemm`` before.
     """
     try:
         import onnxruntime

@@ -1,4 +1,8 @@
-"""What the installed onnxruntime makes of a file: how much of it runs in integers, how fast, and what it answers."""
+"""Run an ONNX file in the installed onnxruntime: how much runs in integers, how fast, and how far outputs are off.
+
+:func:`measure_onnx` is public; exports with ``measure=True`` (callbacks, ``export=onnx``) call it after the file is
+written.
+"""
 
 from __future__ import annotations
 
@@ -40,15 +44,17 @@ _RUNS = 5
 
 @dataclass(frozen=True)
 class OnnxMeasurement:
-    """What :func:`measure_onnx` has measured.
+    """The result of :func:`measure_onnx`; ``str`` makes the line of a closing report.
 
     Attributes:
         runtime: name and release of the engine.
         products: how many convolutions and matrix products the engine runs.
-        in_float: those among them that it computes in float, ``"module/operation"``; the others multiply integers.
-        milliseconds: of one run of the file, the median.
-        float_milliseconds: of one run of the same model in float.
-        difference: the largest absolute difference of an output from that under :func:`~lightning_obs.quantized`.
+        in_float: the products that the engine computes in float, each ``"module/operation"``; the others multiply
+            integers.
+        milliseconds: median duration of one run of the file.
+        float_milliseconds: median duration of one run of the same model in float.
+        difference: the largest absolute difference between the outputs of the file and of the model under
+            :func:`~lightning_obs.quantized`.
     """
 
     runtime: str
@@ -60,7 +66,7 @@ class OnnxMeasurement:
 
     @property
     def speed(self) -> float:
-        """How many times as fast as in float: above 1 is faster."""
+        """The speed relative to the model in float: above 1 the file is faster."""
         return self.float_milliseconds / self.milliseconds
 
     def __str__(self) -> str:
@@ -78,7 +84,8 @@ def measure_onnx(
 ) -> OnnxMeasurement:
     """Run a file of :func:`~lightning_obs.export_onnx` in the installed onnxruntime, beside the same model in float.
 
-    Both run in turn in this process, with the threads that onnxruntime takes by itself, for about a second each.
+    Both run in turn in this process, with the threads that onnxruntime takes by itself, for about a second each. The
+    user calls it; an export that measures its file (``export=onnx``, or a callback's) calls it after writing.
 
     Args:
         model: the calibrated model that was exported. It is not changed.
@@ -118,6 +125,7 @@ def _session(onnxruntime: Any, file: str | os.PathLike[str]) -> Any:
 
 
 def _options(onnxruntime: Any) -> Any:
+    """Options of a session that logs errors alone."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     return options
@@ -129,8 +137,8 @@ def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Pa
     Args:
         onnxruntime: the package.
         file: the file.
-        optimized_file: path of a new file, to which onnxruntime writes the graph that it runs. It is asked for the last
-            but one of its levels of optimization: the last changes the layout of images, and the names of nodes.
+        optimized_file: path of a new file, to which onnxruntime writes the graph that it runs. The level of
+            optimization is the last but one, since the last level changes the layout of images and the names of nodes.
     """
     import onnx
 

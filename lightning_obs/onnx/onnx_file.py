@@ -5,9 +5,10 @@ stored integers, and an input is ``DequantizeLinear(QuantizeLinear(input))``. En
 convolution or matrix product, and compute with integers where they can.
 
 Afterwards batch norms that follow a convolution are folded into it (:mod:`.graph`): an engine finds no integer
-convolution if a batch norm separates it from the next ``QuantizeLinear``. The integers do not change. The factor of
-each channel is multiplied into the weight's scale, so nothing is rounded again; a negative factor makes a negative
-scale.
+convolution if a batch norm separates it from the next ``QuantizeLinear``. The factor of each channel is multiplied into
+the weight's scale, so nothing is rounded again. If a factor is negative, the channel's integers change their signs, so
+that the scale stays positive; the scale becomes negative only if the lowest integer is among them, which has no
+counterpart.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def require_onnx(
 
     Args:
         model: calibrated, or to be calibrated.
-        schemes: of the modules that are, or will be, by name.
+        schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, overwrite: as for :func:`export_onnx`.
 
     Raises:
@@ -143,7 +144,9 @@ def require_onnx(
 
 
 def check_onnx_file(file: str | os.PathLike[str], overwrite: bool, signed: bool | None = None) -> None:
-    """Refuse a file that could not be written, of any model: packages that are missing, a name that is taken.
+    """Refuse a file that could not be written, whatever the model: packages are missing, the name is taken.
+
+    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_onnx` calls it first.
 
     Args:
         file, overwrite, signed: as for :func:`export_onnx`.
@@ -381,7 +384,7 @@ def _save(program: Any, file: Path, overwrite: bool) -> None:
 
 
 def bytes_of(file: Path) -> int:
-    """The bytes of an exported file, and of the weights that lie beside it."""
+    """Return the bytes of an exported file and of the weight file beside it, for the report of a run."""
     return sum(path.stat().st_size for path in (file, *_weight_files_of(file)))
 
 

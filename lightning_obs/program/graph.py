@@ -15,10 +15,12 @@ _CONVOLUTIONS = (_ATEN.conv1d, _ATEN.conv2d, _ATEN.conv3d)
 
 
 def finish(graph_module: fx.GraphModule) -> None:
-    """Fold batch norms, and drop operations and tensors that nothing reads: the weights in float among them.
+    """Fold batch norms, and drop operations and tensors that nothing reads, such as the weights in float.
+
+    ``program_file.py`` calls it after the first trace, before the graph is exported again.
 
     Args:
-        graph_module: of a program of torch.export, with its tensors as attributes; changed in place.
+        graph_module: the module of a program of torch.export, with its tensors as attributes; changed in place.
     """
     graph = graph_module.graph
     for node in list(graph.nodes):
@@ -41,10 +43,10 @@ class _QuantizedWeight(NamedTuple):
     zero_points: torch.Tensor
 
     def times(self, factor: torch.Tensor, lowest: int) -> _QuantizedWeight | None:
-        """The same weight times a factor for each output channel.
+        """Return the weight times a factor for each output channel; ``_fold`` multiplies a batch norm into it.
 
-        Kernels take positive scales alone. So in channels with a negative factor codes and zero points change their
-        signs, and the scale keeps its own.
+        Kernels take only positive scales. So in channels with a negative factor, codes and zero points change their
+        signs, and the scale is multiplied by the factor's absolute value.
 
         Args:
             factor: ``(channels,)`` in float64.
@@ -67,7 +69,7 @@ class _QuantizedWeight(NamedTuple):
 
 
 def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
-    """Fold a batch norm into the quantized convolution, or Linear, before it. Behind anything else it stays.
+    """Fold a batch norm into the quantized convolution or Linear before it. A batch norm behind anything else stays.
 
     A product ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
     product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.

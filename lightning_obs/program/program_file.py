@@ -116,7 +116,7 @@ def require_program(
 
     Args:
         model: calibrated, or to be calibrated.
-        schemes: of the modules that are, or will be, by name.
+        schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, overwrite: as for :func:`export_program`.
 
     Raises:
@@ -128,7 +128,9 @@ def require_program(
 
 
 def check_program_file(file: str | os.PathLike[str], overwrite: bool, backend: str | None = None) -> None:
-    """Refuse a file that could not be written, of any model: a name that is taken, or of another kind of file.
+    """Refuse a file that could not be written, whatever the model: the name is taken, or has another suffix.
+
+    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_program` calls it first.
 
     Args:
         file, overwrite, backend: as for :func:`export_program`.

@@ -1,11 +1,12 @@
-"""Write what XNNPACK does not take in operations that it takes, so that it takes a whole net as one delegate.
+"""Replace operations that XNNPACK lacks by operations that it has, so that it runs a whole net as one delegate.
 
 XNNPACK, the backend of ExecuTorch for CPUs, has matrix products, sums and exponentials, but no layer norm, no mean over
 one dimension, and no attention in one operation. Where it lacks one, ExecuTorch cuts the net and copies its data out
 and in again, which costs more than the operation. Here a mean over the last dimension becomes a product with
 ``1 / size``, a layer norm becomes two such means, and attention two products with a softmax between them.
 
-The numbers change as float sums in another order do. :func:`write_for_xnnpack` is called between tracing and saving.
+Outputs change as much as by another order of float sums. ``program_file.py`` calls :func:`write_for_xnnpack` between
+tracing and saving.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ _ATEN = torch.ops.aten
 def write_for_xnnpack(graph_module: fx.GraphModule) -> None:
     """Replace layer norms, means and attention whose sizes are known.
 
+    ``program_file.py`` calls it for ``backend="xnnpack"``, after the first trace.
+
     Args:
-        graph_module: of a program of torch.export, with its tensors as attributes; changed in place.
+        graph_module: the module of a program of torch.export, with its tensors as attributes; changed in place.
     """
     for node in list(graph_module.graph.nodes):
         write = _WRITERS.get(getattr(node.target, "overloadpacket", None))
@@ -53,11 +56,13 @@ def _shape(node: Any) -> list[int]:
 
 
 class _Nodes:
-    """Adds nodes and constants to a graph, where it inserts now.
+    """Adds nodes and constants to a graph, at its current insertion point.
+
+    :func:`write_for_xnnpack` makes one for each node that it replaces.
 
     Args:
         graph_module: holds the graph.
-        name: begins the names of constants.
+        name: prefix of the constants' names.
     """
 
     def __init__(self, graph_module: fx.GraphModule, name: str) -> None:
@@ -70,20 +75,20 @@ class _Nodes:
         return self._graph_module.graph.call_function(operation, args)
 
     def constant(self, value: torch.Tensor) -> fx.Node:
-        """A node that reads a new constant."""
+        """Register a constant, and return the node that reads it."""
         name = f"{self._name}_constant_{self._constants}"
         self._constants += 1
         self._graph_module.register_buffer(name, value)
         return self._graph_module.graph.get_attr(name)
 
     def mean(self, value: fx.Node, size: int) -> fx.Node:
-        """The mean over the last dimension, of which one value stays: a product with ``1 / size``."""
+        """The mean over the last dimension, which becomes 1: a product with a row of ``1 / size``."""
         row = torch.full((1, size), 1 / size)
         constant = self.constant(row)
         return self.call(_ATEN.linear.default, value, constant)
 
     def view(self, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-        """The same values in another shape."""
+        """Return a node that gives the same values in another shape."""
         return self.call(_ATEN.reshape.default, value, list(shape))
 
 
@@ -113,7 +118,7 @@ def _write_layer_norm(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
 
 
 def _write_mean(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
-    """A mean over one dimension; or over the positions of images, which XNNPACK has if the dimensions stay."""
+    """A mean over one dimension, or over height and width of images: XNNPACK has the latter if dimensions are kept."""
     value, dimensions, keeps_dimensions, dtype = _arguments(node, 4)
     if dimensions is None or dtype is not None:
         return None
@@ -129,7 +134,7 @@ def _write_mean(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
 
 
 def _mean_over_one(nodes: _Nodes, value: fx.Node, position: int) -> fx.Node:
-    """The mean over one dimension, of which one value stays."""
+    """The mean over one dimension, which becomes 1."""
     last = len(_shape(value)) - 1
     size = _shape(value)[position]
     if position == last:
@@ -140,7 +145,7 @@ def _mean_over_one(nodes: _Nodes, value: fx.Node, position: int) -> fx.Node:
 
 
 def _write_attention(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
-    """Attention of as many heads in keys as in queries; a mask is added. None for a mask of booleans, and dropout."""
+    """Attention with as many heads in keys as in queries, plus a mask; None for a boolean mask, or with dropout."""
     query, key, value, mask, dropout, is_causal = _arguments(node, 6)
     scale = node.kwargs.get("scale")
     shape, key_shape = _shape(query), _shape(key)
