@@ -82,11 +82,13 @@ def _raise_for_bare_word(word: str, next_words: Sequence[str]) -> None:
 
 
 def _with_known_option(word: str, folder: Path | None) -> str:
-    """A word with its option spelled as the config file is: ``scheme=fp8`` for ``scheme=FP8``. Other words as they are.
+    """Return a word with its option spelled as the config file is: ``scheme=fp8`` for ``scheme=FP8``.
+
+    Words that choose no option are returned unchanged.
 
     Args:
         word: an override.
-        folder: of the user's own configs (``--config-dir``), whose options stay as they were typed; None without one.
+        folder: the folder of the user's own configs (``--config-dir``), whose options stay as typed; None without one.
 
     Raises:
         CalibrationError: a group with an empty option, ``null`` or ``none``.
@@ -171,7 +173,7 @@ def _unknown_key(key: str) -> str:
 
 
 def _keys_below(parent: str) -> list[str]:
-    """The names of the keys directly below a node of the config; of the groups, too, for the top level."""
+    """The names of the keys directly below a node of the config; for the top level, the names of groups as well."""
     names = set() if parent else set(group_names())
     prefix = f"{parent}." if parent else ""
     for key in all_keys():

@@ -27,8 +27,8 @@ def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[s
     """The quality before and after as fields of the report; empty if one of the two was not measured.
 
     Args:
-        original: in full precision.
-        quantized: of the exported model.
+        original: the quality in full precision.
+        quantized: the quality of the exported model.
     """
     if original is None or quantized is None:
         return {}
@@ -70,14 +70,16 @@ def run_provenance(config: DictConfig, has_data: bool = True) -> dict[str, str]:
 def gather_report(
     job: Job, label: str, facts: Mapping[str, Any], lines: Sequence[str], commands: StepCommands
 ) -> Report:
-    """The report of a run: the facts of the calibration, which the callback knows, and those of the task.
+    """Make the report of a run from the facts of the calibration, which the callback knows, and those of the task.
+
+    ``Calibrate.report`` calls this before :func:`publish_report`.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         label: the name of the result.
-        facts: of the task, by the names of the fields of ``Report``.
-        lines: of the task, for the closing report.
-        commands: say which next steps are possible.
+        facts: facts of the task, by the names of the fields of ``Report``.
+        lines: lines of the task, for the closing report.
+        commands: says which next steps are possible.
     """
     model_name = Path(str(job.config.model.get("path") or DEFAULT_MODEL)).name
     sizes = None

@@ -41,12 +41,12 @@ _FOLDERS = ("output_dir", "export.folder", "export.file")
 
 @dataclass(frozen=True)
 class _Change:
-    """How a command differs from that of the run.
+    """How the command of a next step differs from the command of the run.
 
     Attributes:
-        words: to add. They replace words of the same keys.
-        groups: of the config, whose words are left out with all of their keys.
-        keys: whose words are left out.
+        words: words to add; they replace words with the same keys.
+        groups: config groups; words that choose their options or set keys in them are left out.
+        keys: keys whose words are left out.
     """
 
     words: Sequence[str]

@@ -1,4 +1,4 @@
-"""The words that a user typed behind ``python -m lightning_obs``, checked against the config that Hydra composed.
+"""Check the words that a user typed behind ``python -m lightning_obs`` against the config that Hydra composed.
 
 Hydra calls the words overrides. :mod:`lightning_obs.app.overrides` checks them before Hydra reads them; ``main.run``
 checks them here. ``step_commands.py`` checks the words of the commands that it proposes.

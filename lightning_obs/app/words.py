@@ -1,4 +1,4 @@
-"""Errors of the package name options of Python; for the command line they name its keys."""
+"""Translate errors for the command line: the package's errors name arguments in Python, the user typed config keys."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Run an ONNX file in the installed onnxruntime: how much runs in integers, how fast, and how far outputs are off.
 
-:func:`measure_onnx` is public; exports with ``measure=True`` (callbacks, ``export=onnx``) call it after the file is
-written.
+:func:`measure_onnx` is public; callbacks and the command line call it after they have written a file.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ def measure_onnx(
     """Run a file of :func:`~lightning_obs.export_onnx` in the installed onnxruntime, beside the same model in float.
 
     Both run in turn in this process, with the threads that onnxruntime takes by itself, for about a second each. The
-    user calls it; an export that measures its file (``export=onnx``, or a callback's) calls it after writing.
+    user calls it, and callbacks and the command line call it after they have written a file.
 
     Args:
         model: the calibrated model that was exported. It is not changed.

@@ -146,8 +146,9 @@ def chats_apart_from(
 ) -> tuple[list[Chat], int]:
     """Choose chats to calibrate or train on: the first that share no run of tokens with the held-out chats.
 
-    A chat is left out whole, since half a chat is none. Openings are not compared: many chats have the same opening,
-    and a model that is calibrated without its system's prompt would not see how its chats begin.
+    ``TextData`` calls this for chats. A chat is left out whole, since half a chat is not a chat. Openings are not
+    compared: many chats have the same opening (date, tools, system prompt), and a model that is calibrated without
+    openings would not see how its chats begin.
 
     Args:
         held_out: runs of the held-out chats.
@@ -176,7 +177,8 @@ def chats_apart_from(
 def chat_token_ids(chats: Sequence[Chat], tokenizer: Any) -> list[int]:
     """The token ids of chats as one sequence, which ``TextData`` cuts into blocks.
 
-    The chats follow each other directly; their special tokens are those of the template.
+    Called if all documents are chats. The chats follow each other directly; their special tokens are those of the
+    template.
     """
     ids: list[int] = tokenizer("".join(chats), verbose=False, add_special_tokens=False).input_ids
     return ids
@@ -185,7 +187,8 @@ def chat_token_ids(chats: Sequence[Chat], tokenizer: Any) -> list[int]:
 def text_token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
     """The token ids of texts, and chats among them, as one sequence, which ``TextData`` cuts into blocks.
 
-    An empty line separates documents, and the tokenizer adds its special tokens at the beginning.
+    Called unless all documents are chats. An empty line separates documents, and the tokenizer adds its special tokens
+    at the beginning.
     """
     ids: list[int] = tokenizer(_EMPTY_LINE.join(documents), verbose=False).input_ids
     return ids

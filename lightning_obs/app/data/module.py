@@ -137,9 +137,9 @@ class TextData(LightningDataModule):
 
         Args:
             documents: texts, or chats.
-            batches: how many are needed.
-            role: of the blocks, for errors.
-            option: of ``data``, which sets ``batches``, for errors.
+            batches: how many batches are needed.
+            role: what the blocks are for (``"held-out"``, ``"calibration"``), for errors.
+            option: the key of ``data`` that sets ``batches``, for errors.
             held_out: runs of tokens to leave out; no runs for the held-out blocks themselves.
 
         Raises:
@@ -164,7 +164,7 @@ class TextData(LightningDataModule):
         return blocks
 
     def _blocks_of_chats(self, chats: Sequence[Any], count: int, held_out: HeldOutRuns) -> tuple[list[Block], str]:
-        """Up to ``count`` blocks of the chats that share no held-out run, and a sentence about the others."""
+        """Up to ``count`` blocks of the chats that share no held-out run, and a sentence about the chats left out."""
         enough_tokens = (count + 1) * self.tokens
         usable, repeated = chats_apart_from(held_out, chats, self.tokenizer, enough_tokens)
         ids = torch.tensor(chat_token_ids(usable, self.tokenizer), dtype=torch.long)
@@ -206,7 +206,7 @@ class TextData(LightningDataModule):
             characters *= 2
 
     def _cut(self, ids: torch.Tensor, count: int) -> list[Block]:
-        """Up to ``count`` blocks of token ids ``(N,)``; a shorter rest is left out."""
+        """Up to ``count`` blocks of token ids ``(N,)``; a rest shorter than a block is left out."""
         blocks = []
         for block in ids[: count * self.tokens].split(self.tokens):
             if len(block) == self.tokens:

@@ -55,6 +55,8 @@ def load_pretrained(
 ) -> tuple[Any, Any]:
     """Load a model of transformers and its tokenizer.
 
+    ``CausalLM`` calls it in its constructor; modules of a user's own may call it, too.
+
     Args:
         source: a folder or a hub name; None: the default model.
         auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
@@ -111,7 +113,7 @@ def load_pretrained(
 
 
 def _refuse_absent_folder(name: str) -> None:
-    """Raise for a path that does not exist; other names are left to transformers, which asks the hub."""
+    """Raise for a path that does not exist; transformers looks up other names on the hub."""
     folder = Path(name)
     if folder.exists():
         return
@@ -123,17 +125,17 @@ def _refuse_absent_folder(name: str) -> None:
 
 
 def _device_map(device_map: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """A device map as transformers takes it: a word, or a dict, where Hydra gives its own kind of mapping."""
+    """A device map as transformers takes it: a word, or a dict made of Hydra's own kind of mapping."""
     if device_map == "disk":
         return {"": "disk"}
     return dict(device_map) if isinstance(device_map, Mapping) else device_map
 
 
 def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
-    """The class of transformers whose ``from_pretrained`` loads the model ``name``.
+    """Return the class of transformers whose ``from_pretrained`` loads the model ``name``.
 
-    ``auto_class``, unless it is None, or the class for causal models and ``name`` is a model with images that this
-    class does not know: then the class that wrote the checkpoint.
+    It is ``auto_class``, with two exceptions: if ``auto_class`` is None, or if it is ``AutoModelForCausalLM`` and the
+    model is one with images that this class does not know. Then it is the class that wrote the checkpoint.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -176,14 +178,14 @@ def _refuse_damaged_scales(model: Any, name: str) -> None:
 def _refuse_other_weights(model: Any, loading: Mapping[str, Any], name: str) -> None:
     """Raise for a model whose files do not hold exactly its weights.
 
-    transformers makes weights that are missing or of another shape at random, and leaves out tensors that the model
-    has no place for. Its account lists neither tied weights, nor buffers that are computed, nor tensors that the
+    transformers fills weights that are missing or of another shape with random numbers, and leaves out tensors that the
+    model has no place for. Its account does not list tied weights, buffers that are computed, and tensors that the
     model's class is known not to use.
 
     Args:
-        model: of transformers.
-        loading: its account of loading the model (``output_loading_info``).
-        name: of the model, for errors.
+        model: a model of transformers.
+        loading: transformers' account of loading the model (``output_loading_info``).
+        name: the model's folder or name, for errors.
 
     Raises:
         CalibrationError: names the tensors.

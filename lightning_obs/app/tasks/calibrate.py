@@ -73,7 +73,11 @@ class Calibrate(Task):
 
     @override
     def check(self) -> None:
-        """Load everything; refuse scheme, targets, groups, devices, precision, data; name the calibrated module."""
+        """Load model and data, print which module is calibrated, and refuse what would fail later.
+
+        That is a scheme that does not fit the model, devices or a precision that do not work, data that are too few,
+        and a file that cannot be written.
+        """
         job = self.job
         if self.config.against is not None:
             read_earlier(self.config.against)  # what cannot be read is refused before anything is loaded
@@ -96,7 +100,7 @@ class Calibrate(Task):
 
     @override
     def run(self) -> None:
-        """Call the steps in their order: measure, choose, calibrate, train, measure again, export, report."""
+        """Run the steps in their order: measure, choose, calibrate, train, measure again, export, report."""
         job = self.job
         session = job.callback.session
         needs_data = session is None or session.needs_data

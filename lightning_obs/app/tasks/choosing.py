@@ -285,7 +285,7 @@ class Plan(Calibrate):
 
 
 def _refuse_several_devices(config: DictConfig, trainer: Trainer) -> None:
-    """Raise where a task would have to choose on several devices."""
+    """Raise a CalibrationError if the Trainer has several devices, since a choice runs on one device."""
     if trainer.world_size > 1:
         raise CalibrationError(
             f"task={config.task.name} runs on one device",

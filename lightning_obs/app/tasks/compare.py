@@ -1,4 +1,4 @@
-"""Judge finished models: measure one, or put runs side by side, by their ``report.json`` or after a ``--multirun``."""
+"""Judge finished models: measure one model, or compare runs by their ``report.json`` or after a ``--multirun``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightning_obs.schemes.config import as_names
 
 #: columns of a comparison that hold a number, beside the metric
 _NUMBERS = ("size", "seconds", "worst_sqnr", "divergence", "agreement")
-#: what a comparison shows of a run's own page
+#: entries that a comparison takes from a run's own page
 _OF_PAGE = ("grade", "headline", "original_size", "page")
 
 
@@ -141,13 +141,13 @@ class ComparisonTable(Callback):
 
 
 def _multirun_command(config: DictConfig) -> str:
-    """The command of a ``--multirun``, of which Hydra keeps the words."""
+    """The command of a ``--multirun``, made of the words that Hydra keeps."""
     words = [str(word) for word in config.hydra.overrides.task]
     return shlex.join(["python", "-m", "lightning_obs", "--multirun", *words])
 
 
 def _facts_of_report(folder: Path) -> dict[str, Any]:
-    """What a comparison shows of a run's own page, beside its row; nothing where the run has written none."""
+    """The entries that a comparison takes from a run's page (``_OF_PAGE``); empty if the run has written no page."""
     file = folder / "report.json"
     if not file.exists():
         return {}
@@ -156,7 +156,7 @@ def _facts_of_report(folder: Path) -> dict[str, Any]:
 
 
 def _facts_of_page(report: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The verdict of a run, the size of its original, and the path of its page, by its ``report.json``."""
+    """The verdict of a run, the size of the original model, and the path of the run's page, from ``report.json``."""
     judgement = report.get("judgement") or {}
     before, _ = report.get("sizes") or (None, None)
     return {
@@ -184,10 +184,12 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]], provenance
 def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     """Reduce a run's row, or its ``report.json``, to the columns of a comparison.
 
+    Called for each run of a comparison, and by tasks that report on one model (``evaluate``, ``lora``).
+
     Returns:
-        ``run``, the numbers that every run may have, the verdict, the page, and the original's size (each None where it
-        is not known), and, if it was measured,
-        ``metric`` and under the metric's name its value before and after quantization.
+        ``run``, the numbers that every run may have, the verdict, the page and the size of the original model (each
+        None if it is not known). If a quality was measured, also ``metric``, and under the metric's name the values
+        before and after quantization.
     """
     columns = {"run": row.get("run")}
     for name in (*_NUMBERS, *_OF_PAGE):

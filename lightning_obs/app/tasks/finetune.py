@@ -110,7 +110,7 @@ class Finetune(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Also the training steps, the validation after them, and two more measurements of the quality."""
+        """Add the training steps, the validation after them, and two more measurements of the quality."""
         steps = int(self.config.trainer.get("max_steps", -1))
         if steps < 0:
             steps = self.job.batches("train_batches")
@@ -122,7 +122,7 @@ class Finetune(Calibrate):
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Also the quality before training, and the curve of the quality."""
+        """Add the quality before training and the curve of the quality to the facts of ``Calibrate``."""
         facts = super().report_facts()
         facts["curves"] = self.job.callback.results.curves or self._measured_curves()
         facts["calibrated"] = {}
@@ -131,7 +131,10 @@ class Finetune(Calibrate):
         return facts
 
     def _measured_curves(self) -> list[dict[str, float]]:
-        """The quality before and after training, a curve of two points: for a module whose validation logs nothing."""
+        """The quality before and after training, as a curve of two points, for a module whose validation logs nothing.
+
+        Empty if one of the qualities was not measured.
+        """
         if self.original is None or self.calibrated is None or self.quantized is None:
             return []
         name = self.original.name
@@ -147,7 +150,7 @@ class Finetune(Calibrate):
 
     @override
     def row(self) -> dict[str, Any]:
-        """Also the numbers of the checkpoint before training and loaded again."""
+        """Add the qualities before training and of the loaded checkpoint, and the duration of the training."""
         row = super().row()
         row["seconds_trained"] = self.seconds_trained
         row["recovered"] = recovered_share(self.original, self.calibrated, self.quantized)
@@ -173,10 +176,10 @@ class Finetune(Calibrate):
         return [*lines, duration]
 
     def _quality_lines(self, metric: str) -> list[str]:
-        """Lines with the metric at each stage, and how far the predictions are from the original's.
+        """Lines with the metric at each stage, and with the divergence of the predictions from the original's.
 
         Args:
-            metric: the name of the quality.
+            metric: the name of the metric.
         """
         stages = {
             "full precision": self.original,

@@ -131,7 +131,7 @@ class Layerwise(Weights):
 
     @override
     def check(self) -> None:
-        """Refuse a precision, what :class:`Weights` refuses, and a model without a tokenizer; then read the data."""
+        """Refuse ``trainer.precision``, what :class:`Weights` refuses, and a missing tokenizer; read the data."""
         refuse(
             ["trainer.precision"] if self.config.trainer.precision is not None else [],
             "layer by layer a model runs in the dtype in which it was saved",
