@@ -226,7 +226,7 @@ def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of the model, by name."""
+    """Return the positional ``args`` and the keyword ``kwargs`` of a call of the model as one dict by name."""
     parameters = inspect.signature(model.forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind in _NAMED_KINDS]
     if len(args) > len(names):

@@ -248,7 +248,7 @@ def _options_by_path(export_to: Any) -> dict[Any, Any]:
 
 
 def _destination(path: Path, options: Mapping[str, Any], overwrite: bool) -> Destination:
-    """The destination at a path, by its suffix."""
+    """Make the destination at a path, of the class that its suffix chooses, with the writer's ``options``."""
     suffix = path.suffix.lower()
     if suffix in _OTHER_FILES:
         raise CalibrationError(

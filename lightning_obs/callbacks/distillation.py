@@ -138,7 +138,12 @@ class Distillation:
         return divergence(student_logits, self._teach(call, training), mask)
 
     def _teach(self, call: _Call, training: QuantizedTraining) -> HeadLogits | TensorLogits:
-        """The teacher's predictions for the arguments of one of the student's calls."""
+        """The teacher's predictions for the arguments of one of the student's calls.
+
+        Args:
+            call: of the student.
+            training: runs the student unquantized where it is its own teacher.
+        """
         args, kwargs = call.args, call.kwargs
         teacher = self._teacher
         if teacher is None:

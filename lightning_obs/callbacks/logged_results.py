@@ -22,6 +22,11 @@ def log_number(pl_module: LightningModule, name: str, value: float) -> None:
     """Log a number, as the maximum over ranks; called at the end of a validation's epoch.
 
     Most numbers are equal on all ranks. Times differ, and the longest counts.
+
+    Args:
+        pl_module: logs the number.
+        name: of the metric.
+        value: on this rank.
     """
     pl_module.log(name, torch.tensor(value), sync_dist=True, reduce_fx="max")
 
@@ -51,7 +56,14 @@ def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, error
 
 
 def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: int) -> None:
-    """Give the rows to one logger, in the form that its class takes (:func:`log_layers`)."""
+    """Give the rows to one logger, in the form that its class takes (:func:`log_layers`).
+
+    Args:
+        logger: of the Trainer.
+        prefix: begins the names of what is logged.
+        rows: one for each layer.
+        step: the Trainer's global step.
+    """
     columns = _columns(rows)
     if class_of(logger, "TensorBoardLogger"):
         logger.experiment.add_text(f"{prefix}/layers", _markdown_table(columns, rows), step)

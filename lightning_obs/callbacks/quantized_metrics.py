@@ -62,7 +62,14 @@ class QuantizedMetrics:
     def measure(
         self, trainer: Trainer, pl_module: LightningModule, trainer_session: TrainerSession, log_prefix: str
     ) -> None:
-        """Run the second pass and log its metrics, if one was started; called at the end of the epoch, on all ranks."""
+        """Run the second pass and log its metrics, if one was started; called at the end of the epoch, on all ranks.
+
+        Args:
+            trainer: runs the validation or test.
+            pl_module: logs the metrics.
+            trainer_session: holds the calibrated session.
+            log_prefix: begins the names of ``divergence`` and ``agreement``, such as ``quant``.
+        """
         if self._second_pass is None:
             return
         metrics = self._second_pass.run(trainer_session.require_calibrated())

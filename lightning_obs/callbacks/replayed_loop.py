@@ -95,7 +95,12 @@ class ReplayedLoop:
         raise AssertionError("the second pass runs in a validation or a test")
 
     def _make_loop(self, batches_of_loaders: list[KeptBatches], predictions: Predictions) -> Any:
-        """Make a loop of the class of the Trainer's, without set-up, which takes the kept batches."""
+        """Make a loop of the class of the Trainer's, without set-up, which takes the kept batches.
+
+        Args:
+            batches_of_loaders: the kept batches of each loader.
+            predictions: is told which batch runs.
+        """
         first_loop = self._first_loop
         loop_class: Any = class_of(first_loop, "_EvaluationLoop")
         trainer = _TrainerWithoutCallbacks(self._trainer)

@@ -181,7 +181,12 @@ class _Output:
         self._put = put
 
     def takes(self, key: str, prefixes: Iterable[str]) -> bool:
-        """Whether a module's tensor is wanted under any of its names; asked before the tensor is gathered."""
+        """Whether a module's tensor is wanted under any of its names; asked before the tensor is gathered.
+
+        Args:
+            key: the tensor's name in its module.
+            prefixes: precede it in the state dict; several for a module that is used twice.
+        """
         return any(prefix + key in self._layout for prefix in prefixes)
 
     def put_all(self, entries: Iterable[Entry], prefixes: Iterable[str]) -> None:
@@ -517,7 +522,7 @@ def _with_compressed_weight(entries: Tensors, scheme: QuantizationScheme) -> Ten
 
 
 def _computes_codes_here(weight: torch.Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether codes are computed and packed in this package, not by compressed-tensors."""
+    """Whether the codes of ``weight`` are computed and packed in this package, not by compressed-tensors."""
     args = scheme.weights
     assert args is not None
     if weight.is_meta or _BITS_COMPUTED_HERE.get(scheme.format or "") != args.num_bits:

@@ -316,7 +316,12 @@ class _LayerwiseRun:
                 self._write_part(last)
 
     def _finish_steps(self, stepwise: StepwiseCalibration, position: int) -> None:
-        """Calibrate the steps of a block, or of the modules after the last one; the modules keep their qparams."""
+        """Calibrate the steps of a block, or of the modules after the last one; the modules keep their qparams.
+
+        Args:
+            stepwise: runs the steps.
+            position: the block's number; the number of blocks for the modules after the last one.
+        """
         stepwise.calibrate_position(position)
         stepwise.calibrate_rest(self._parts[position])
         self.result.qparams = {}  # they are in the files

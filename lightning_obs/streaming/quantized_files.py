@@ -93,6 +93,11 @@ class QuantizedFiles:
         """Open the checkpoint in ``folder``, and yield its quantized files, for the length of a ``with`` block.
 
         Called by `quantize_checkpoint`, and by each process that it starts.
+
+        Args:
+            folder: the checkpoint in full precision.
+            options: of the calibration.
+            progress: as for the class.
         """
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():
@@ -199,6 +204,10 @@ class QuantizedFiles:
         """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them.
 
         Called by `quantize_checkpoint`, or by one of its processes.
+
+        Args:
+            writer: of the new files.
+            module_names: of the fused set, names in the model.
         """
         with self.source.loaded(module_names), calibrated(self.observation, module_names) as result:
             if result is not None:
@@ -210,6 +219,10 @@ class QuantizedFiles:
         """Write the entries of a loaded module, compressed if it holds qparams.
 
         Called by :meth:`quantize`, and by the calibration layer by layer for each module of a part.
+
+        Args:
+            writer: of the new files.
+            module_name: its name in the model.
         """
         for key, rows, first in module_entries(self.source.model.get_submodule(module_name)):
             writer.write(self.stored_as[f"{module_name}.{key}"], rows, first)
@@ -218,6 +231,10 @@ class QuantizedFiles:
         """Write a copied tensor: from memory if it is loaded as the files hold it, else from file to file.
 
         Called for each of :attr:`copied` by whoever writes the files.
+
+        Args:
+            writer: of the new files.
+            name: of the tensor in the source's files.
         """
         tensor = self.copied[name]
         meta = self.layout[tensor.stored_as]
