@@ -41,7 +41,7 @@ class _FilesBesideWeights:
 
     Attributes:
         source: the folder of the source model.
-        tokenizer: of transformers; None: the module has none.
+        tokenizer: a tokenizer of transformers; None: the module has none.
     """
 
     source: Path
@@ -58,9 +58,9 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
     """Export the model and, on rank 0, load the checkpoint again where transformers can. Every rank calls this.
 
     Args:
-        job: of the run.
-        folder: of the checkpoint.
-        result: of the calibration; it has the verdicts of the engines.
+        job: the job of the run.
+        folder: the folder of the checkpoint to write.
+        result: the result of the calibration; it has the verdicts of the engines.
 
     Returns:
         Lines for the closing report; none on ranks other than 0.
@@ -98,7 +98,7 @@ def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
     """Whether the checkpoint can be loaded and compared: by transformers, or by ``load_checkpoint`` for other models.
 
     Args:
-        job: of the run.
+        job: the job of the run.
         engines: verdicts by name; ``transformers`` has one only for its own models.
     """
     if _dequantizes(job) or "transformers" not in engines:
@@ -144,7 +144,7 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
     :func:`write_checkpoint` puts them into the closing report, and ``tasks/weights.py`` prints them.
 
     Args:
-        folder: of the checkpoint.
+        folder: the folder of the checkpoint.
         engines: the verdict of each engine on the checkpoint, by the engine's name.
 
     Returns:
@@ -169,8 +169,8 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
     """Load the checkpoint with transformers alone, by running ``reload_check.py``, and compare outputs.
 
     Args:
-        job: of the run.
-        folder: of the checkpoint.
+        job: the job of the run.
+        folder: the folder of the checkpoint.
         reference: the inputs by their names, and the calibrated model's ``output`` for them.
 
     Returns:

@@ -24,7 +24,7 @@ class Option:
 
     Attributes:
         group: the folder of the file; empty for the top-level ``config.yaml``.
-        name: of the file, without its suffix.
+        name: the name of the file, without its suffix.
         values: the values that the file sets, by full key (``observer.averaging_constant``), with those of the configs
             in its ``defaults``.
     """

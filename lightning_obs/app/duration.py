@@ -20,7 +20,7 @@ def say_duration(job: Job, passes: int) -> None:
     A run of fewer than 20 passes prints nothing. ``Calibrate.run`` calls this first.
 
     Args:
-        job: of the run; its model and data are loaded.
+        job: the job of the run; its model and data are loaded.
         passes: about how many batches the whole run forwards.
     """
     if passes < _WORTH_SAYING:

@@ -70,8 +70,8 @@ class FileExport:
         """Refuse a model or a scheme that the file cannot hold; called before the model runs on data.
 
         Args:
-            job: of the run.
-            schemes: of the modules to calibrate; none where the task has yet to choose them.
+            job: the job of the run.
+            schemes: schemes of the modules to calibrate; empty if the task has yet to choose them.
         """
         self.destination.check_model(job.model, schemes)
 

@@ -147,7 +147,7 @@ def make_module(config: DictConfig, **arguments: Any) -> LightningModule:
 
     Args:
         config: the composed config.
-        arguments: for the constructor, in place of keys of ``model``.
+        arguments: arguments of the constructor, in place of keys of ``model``.
     """
     node = deepcopy(config.model)
     with open_dict(node):

@@ -98,7 +98,7 @@ class Job:
         For steps that run the model without a Trainer: timing, layer errors, choosing.
 
         Args:
-            loader: of batches.
+            loader: a loader of batches.
             batches: how many; None: all.
         """
         self.to_device()

@@ -143,7 +143,7 @@ def _unknown_option(file: str, options: Sequence[str]) -> str:
 
     Args:
         file: ``group/name``, as Hydra calls the config that it did not find.
-        options: of the group.
+        options: the options of the group.
     """
     group, _, name = file.partition("/")
     text = f"unknown option {group}={name}{likely(name, options)}. {_options_text(group, options)}"

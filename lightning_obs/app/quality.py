@@ -68,9 +68,9 @@ class QualityMeter:
     """Measures a model on the same held-out data at several stages of a run, and compares predictions.
 
     Args:
-        module: of the run.
+        module: the LightningModule of the run.
         model: the one inside ``module`` that is calibrated.
-        data: whose ``test_dataloader`` is held out.
+        data: the data; its ``test_dataloader`` is held out.
         evaluator: a Trainer without the run's callback.
     """
 
@@ -149,7 +149,7 @@ def recovered_share(original: Quality | None, calibrated: Quality | None, tuned:
     For the report of ``task=finetune``.
 
     Args:
-        original: in full precision.
+        original: the quality in full precision.
         calibrated: before training.
         tuned: after training.
 

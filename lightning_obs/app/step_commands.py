@@ -58,7 +58,7 @@ class StepCommands:
     """Says which next steps are possible after a run, and by which command. A task makes one when it reports.
 
     Args:
-        job: of the run, whose model is calibrated.
+        job: the job of the run, whose model is calibrated.
         has_logits: the run has compared the predictions, so the model's output has logits.
         may_train: the run has not trained the model, nor chosen its schemes.
     """
@@ -134,10 +134,10 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
     :meth:`StepCommands.can_run` calls this before a step is proposed.
 
     Args:
-        step: of the report.
+        step: a step that the report may propose.
         words: as for :func:`step_command`.
         folder: as for :func:`step_command`.
-        module: of the run; its tokenizer reads the data to train on.
+        module: the LightningModule of the run; its tokenizer reads the data to train on.
         model: the one inside ``module`` that was calibrated.
 
     Returns:
@@ -195,9 +195,9 @@ def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]
     The new run must not write into the folders of the old one: ``-name`` is appended to the folders that were typed.
 
     Args:
-        words: of the run's command.
-        change: to words and groups.
-        name: of the step.
+        words: the words of the run's command.
+        change: the change to make.
+        name: the name of the step.
 
     >>> changed_words(["scheme=fp8", "output_dir=out"], _Change(["scheme=w4a16"]), "small")
     ['scheme=w4a16', 'output_dir=out-small']

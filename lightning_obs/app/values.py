@@ -48,7 +48,7 @@ def _check_value(key: str, value: Any, kinds: set[type]) -> None:
 
     Args:
         key: the full key.
-        value: of the composed config.
+        value: the value in the composed config.
         kinds: the types of the key's values in all configs.
     """
     if value == "" and key not in _MAY_BE_EMPTY:

@@ -46,7 +46,7 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
     observes a state, :func:`register_state_change` replaces it. compressed-tensors itself quantizes no state meanwhile.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         modules: its attention modules, each with its states (q, k, v).
 
     Raises:
@@ -149,7 +149,7 @@ def _hooked(
     """Put one of compressed-tensors' modules into an attention module for the length of the ``with`` block.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         module: its attention module.
         name: the attribute under which compressed-tensors puts its module.
         initialize: the function of compressed-tensors that puts it there.

@@ -33,7 +33,7 @@ def in_evaluation_mode(
     Runs outside of Lightning's loops (:mod:`.extra_runs`), a distillation's teacher and learned scales use it.
 
     Args:
-        model: whose modules are switched.
+        model: the model whose modules are switched.
         kinds: classes of the modules to switch; by default all modules.
     """
     in_training = []
@@ -48,9 +48,9 @@ class Autocast:
     """The state of autocast at a call, by which ``calibration/kept_calls.py`` repeats the call later.
 
     Attributes:
-        device_type: whose autocast it is: ``"cpu"``, ``"cuda"``...
+        device_type: the kind of device: ``"cpu"``, ``"cuda"``...
         is_on: whether autocast was on.
-        dtype: in which it computed, or would compute.
+        dtype: the dtype in which autocast computes when it is on.
     """
 
     device_type: str
@@ -114,7 +114,7 @@ def replace_input(
     """Replace the input of a call: the tensor that :func:`first_input` finds.
 
     Args:
-        args, kwargs: of the call.
+        args, kwargs: the arguments of the call.
         change: takes the tensor, and returns the one to put in its place.
 
     Returns:

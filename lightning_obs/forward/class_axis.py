@@ -38,7 +38,7 @@ class LastLayer:
         Called before the model runs.
 
         Args:
-            model: whose layers are watched.
+            model: the model whose layers are watched.
             stack: gets a callback that removes each hook.
         """
         with at_rest():

@@ -119,7 +119,7 @@ class LinearAttention(nn.MultiheadAttention):
             attn_mask: ``(queries, keys)`` or ``(batch * heads, queries, keys)``: numbers to add, or True for a key that
                 is not seen.
             key_padding_mask: ``(batch, keys)``, or ``(keys,)`` of one sample.
-            queries: for their dtype and batch size.
+            queries: the projected queries; their dtype and batch size are read.
             added: how many keys the module has added, which all queries see.
         """
         masks = []
@@ -160,7 +160,7 @@ def _attend(
 
     Args:
         heads: queries, keys and values, each ``(batch, heads, tokens, channels)``.
-        mask: to add to the scores; None: nothing.
+        mask: what to add to the scores; None: nothing.
         dropout: share of the weights that is dropped.
 
     Returns:
@@ -219,7 +219,7 @@ def linearize_stored(model: nn.Module, stored_names: Iterable[str]) -> Callable[
 
     Args:
         model: freshly built.
-        stored_names: of the tensors in the checkpoint.
+        stored_names: names of the tensors in the checkpoint.
 
     Returns:
         A function that undoes it.

@@ -131,7 +131,7 @@ def linearize_stored_recurrent(model: nn.Module, stored_names: Iterable[str]) ->
 
     Args:
         model: freshly built.
-        stored_names: of the tensors in the checkpoint.
+        stored_names: names of the tensors in the checkpoint.
 
     Returns:
         A function that undoes it.

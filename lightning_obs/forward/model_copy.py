@@ -35,8 +35,8 @@ class ModelCopy:
     Made to weigh tokens (``calibration/token_weights.py``): each call of the model runs once more, backward too.
 
     Args:
-        model: in memory; it is not changed.
-        args, kwargs: of the call; tensors in them are detached.
+        model: the model, in memory; it is not changed.
+        args, kwargs: the arguments of the call; tensors in them are detached.
 
     Attributes:
         model, args, kwargs: the copies.

@@ -29,8 +29,8 @@ def call_for_head(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     Distillation (``callbacks/distillation.py``) calls it in each training step.
 
     Args:
-        teacher: of transformers, or another model.
-        args, kwargs: of the call; transformers' ``labels`` are left out.
+        teacher: a model, of transformers or any other.
+        args, kwargs: the arguments of the call; transformers' ``labels`` are left out.
 
     Returns:
         None where its logits are not the product of its head alone, or this cannot be seen: no head of its own

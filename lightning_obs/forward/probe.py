@@ -35,7 +35,7 @@ def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     Kullback-Leibler divergence that a change d of the output causes.
 
     Args:
-        logits: of a batch.
+        logits: the logits of a batch.
         signs: random and independent, -1 or 1, in the shape of the logits or of one sample's logits.
 
     Returns:
@@ -53,7 +53,7 @@ def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Te
     A call that the model makes without gradients (HRM: all cycles but the last) has no gradient to see.
 
     Args:
-        output: of the module.
+        output: the output of the module.
         see: called with the gradient, in the shape of the output, when backward reaches it.
 
     Returns:

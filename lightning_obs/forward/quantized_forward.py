@@ -239,7 +239,7 @@ def fake_quantized_states(
     :func:`quantized` and a fit enter it.
 
     Args:
-        model: of transformers.
+        model: a model of transformers.
         states: which of q, k, v to quantize in each attention module; each is quantized once its range is known.
         switch: turns them on and off with the other activations.
     """
@@ -304,7 +304,7 @@ def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> 
 
     Args:
         module: the instance.
-        forward: of the instance; None: it has none.
+        forward: the forward that is set on the instance; None: none is set.
 
     Returns:
         None where the class's own forward can be called: none is set, it is the class's, or it is compressed-tensors'
@@ -434,7 +434,7 @@ def _fake_quantize_state(module: nn.Module, name: str, quantization: Quantizatio
     Args:
         module: the attention module.
         name: ``"q"``, ``"k"`` or ``"v"``.
-        quantization: of the block that registered the hook. Blocks nest: only the innermost one's hook quantizes.
+        quantization: that of the block which registered the hook. Blocks nest: only the innermost one's hook quantizes.
         state: ``(batch, heads, tokens, head_dim)``.
     """
     if quantization_of(module) is not quantization:

@@ -121,7 +121,7 @@ def adapters_in_use(module: nn.Module, parameter: torch.Tensor) -> AddedAdapters
     The quantized forward in training calls the function for its product, and the backward calls it again.
 
     Args:
-        module: that runs quantized.
+        module: a module that runs quantized.
         parameter: its weight, perhaps packed.
     """
     if quantization_of(module).may_have_adapters or isinstance(parameter, PackedWeight):
@@ -258,7 +258,7 @@ class StaticQuantizer:
 
     Attributes:
         args: number format and strategy.
-        zero_point, global_scale: of the module, or None.
+        zero_point, global_scale: qparams of the module, or None.
         codes: integers of a weight that a rounding chose, which take the place of the nearest; or None.
         is_scale_learned: whether the codes' gradient goes to the scale instead of the weight.
         observations: how many observations an activation stacks.
@@ -318,9 +318,9 @@ class StaticQuantizer:
         """Return the gradient of the tensor, from the gradient of the quantized tensor; called in the backward.
 
         Args:
-            gradient: of the quantized tensor; it may be overwritten.
+            gradient: the gradient of the quantized tensor; it may be overwritten.
             value: the tensor.
-            scale: of the tensor.
+            scale: the scale of the tensor.
             memory: overwritten, in the shape of ``value``; None: memory is allocated.
         """
         if self.codes is not None:
@@ -338,7 +338,7 @@ class WeightQuantizer:
 
     Attributes:
         layout: a module whose kind says how the weight is a matrix; None: it is one.
-        quantizer: of that matrix.
+        quantizer: the quantizer of that matrix.
         scratch: lends memory.
     """
 

@@ -53,7 +53,7 @@ class Product(Protocol):
 
         Args:
             grad: gradient of the output; the result has its dtype.
-            input, weight: of the forward.
+            input, weight: the tensors of the forward.
             needs: whether input, weight and bias need a gradient; the result has None for each that does not.
         """
 
@@ -270,9 +270,9 @@ def recomputed_product(
     Args:
         product: what the module computes.
         input: quantized if it is to be.
-        weight: in the module's own shape, adapters merged. It is not kept for the backward.
+        weight: the weight in the module's own shape, adapters merged. It is not kept for the backward.
         bias: or None.
-        scale: of the weight.
+        scale: the scale of the weight.
         quantize: gives the quantized weight in the shape and dtype of ``weight``.
         merge: gives ``weight`` from the first of ``parameters``: adds the adapters. None: it is the weight.
         parameters: the module's weight, and the adapters' parameters. One that is changed in place before the backward

@@ -104,7 +104,7 @@ def refuse_tensors(
             scheme; gives why the format cannot hold that tensor, or None.
         file_kind: what is written, without its article.
         expected: what the format holds.
-        remedy: which scheme it takes.
+        remedy: a sentence that names the schemes which the format takes.
     """
     tensors_by_reason: dict[str, list[str]] = {}
     for name, scheme in schemes.items():
@@ -207,8 +207,8 @@ def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: st
 
     Args:
         exporter: its name, which begins the message.
-        model: that it could not trace.
-        error: that it raised, of any class.
+        model: the model that could not be traced.
+        error: the exporter's exception, of any class.
         remedy: how to go on.
     """
     cause = _first_cause(error)

@@ -240,9 +240,9 @@ def _is_rounded(weight: torch.Tensor, values: torch.Tensor, dtype: torch.dtype |
     """Whether a weight and the values in a file are the same numbers, up to one rounding.
 
     Args:
-        weight: in the model's dtype.
-        values: in float32.
-        dtype: of the values in the file; None: they are quantized, and the model was made of them.
+        weight: the weight in the model's dtype.
+        values: the values in the file, in float32.
+        dtype: the dtype of the values in the file; None: they are quantized, and the model was made of them.
     """
     weight = weight.detach().cpu()
     if dtype is not None and torch.equal(weight.to(dtype).float(), values):

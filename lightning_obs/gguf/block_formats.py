@@ -160,7 +160,7 @@ def to_blocks(weight: StoredWeight, block_format: BlockFormat) -> _Bytes:
 
     Args:
         weight: codes and range, in a scheme of which :func:`format_for` gives ``block_format``.
-        block_format: to store it in.
+        block_format: the format to store it in.
 
     Returns:
         ``(rows, bytes of a row)``.
@@ -177,8 +177,8 @@ def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
 
     Args:
         values: one for each group ``(rows, groups)``, for each row ``(rows, 1)``, or one for all ``(1,)``.
-        rows: of the weight.
-        columns: of the weight.
+        rows: the number of the weight's rows.
+        columns: the number of the weight's columns.
     """
     matrix = values.float().cpu().reshape(-1, values.shape[-1]).expand(rows, -1)
     blocks_each = columns // BLOCK // matrix.shape[1]

@@ -70,7 +70,7 @@ def export_gguf(
     differ from ``quantized()`` by up to 0.7 % of a step (5 bits: 1.5 %). Needs the package of the extra ``gguf``.
 
     Args:
-        model: of transformers, calibrated in weights alone. It is not changed.
+        model: a model of transformers, calibrated in weights alone. It is not changed.
         file: path of the new file, which appears complete or not at all.
         base: a GGUF file of the model in float16, bfloat16 or float32, made by llama.cpp's ``convert_hf_to_gguf.py``.
             Everything but the calibrated weights is taken from it.
@@ -107,7 +107,7 @@ def require_gguf(
 
     Args:
         model: calibrated, or to be calibrated.
-        schemes: of the modules that are, or will be, by name.
+        schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, base, overwrite: as for :func:`export_gguf`.
 
     Raises:
@@ -268,9 +268,9 @@ def _replacements(
     """The tensors of the base that get other data, by name.
 
     Args:
-        model: whose weights the base holds in float.
-        schemes: of the modules to replace, by name; GGUF holds them.
-        base: to write into.
+        model: the model whose weights the base holds in float.
+        schemes: schemes of the modules to replace, by module name; GGUF holds them.
+        base: the file whose tensors are replaced.
 
     Raises:
         CalibrationError: the base has no tensor for a module, or one of another shape or with other values; experts of

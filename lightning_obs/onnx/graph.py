@@ -67,7 +67,7 @@ def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
     Args:
         graph: changed in place.
         batch_norm: its node.
-        names: of the initializers whose integers fit into 4 bits.
+        names: names of the initializers whose integers fit into 4 bits.
     """
     conv = batch_norm.inputs[0].producer()
     weight = _quantized_weight_of(conv)
@@ -103,7 +103,7 @@ def _signs(factor: Any, codes: Any, zero_points: Any, lowest: int) -> Any:
 
     Args:
         factor: ``(channels,)``, of a batch norm.
-        codes: of the weight, channels first.
+        codes: the codes of the weight, channels first.
         zero_points: ``(channels,)``.
         lowest: the lowest code.
     """

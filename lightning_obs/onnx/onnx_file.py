@@ -229,7 +229,7 @@ def _reason_against_dynamic(module: nn.Module, args: QuantizationArgs, weight: Q
     """Why an ONNX file cannot hold an activation whose range is found at run time; None if it can.
 
     Args:
-        module: which the activation enters or leaves.
+        module: the module that the activation enters or leaves.
         args: how the activation is quantized.
         weight: how the module's weight is quantized; None: it is not.
     """
@@ -326,8 +326,8 @@ def trace_onnx(model: nn.Module, arguments: Example) -> Any:
     float.
 
     Args:
-        model: in evaluation mode.
-        arguments: to trace it with.
+        model: the model, in evaluation mode.
+        arguments: the arguments to trace it with.
 
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.

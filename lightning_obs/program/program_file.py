@@ -166,7 +166,7 @@ def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.exp
 
     Args:
         model: calibrated, in evaluation mode.
-        example: to trace it with.
+        example: the arguments to trace it with.
         backend: as for :func:`export_program`.
 
     Raises:

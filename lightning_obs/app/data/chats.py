@@ -100,7 +100,7 @@ def _opening(chat: str, messages: Sequence[Mapping[str, Any]]) -> int:
 
     Args:
         chat: the text that the template made.
-        messages: of the chat.
+        messages: the messages of the chat.
 
     Returns:
         0 if a message's text is empty or not found in the chat, because the template changes it, or if all are the
@@ -152,8 +152,8 @@ def chats_apart_from(
 
     Args:
         held_out: runs of the held-out chats.
-        chats: in their order.
-        tokenizer: of the model.
+        chats: the chats in their order.
+        tokenizer: the tokenizer of the model.
         enough_tokens: the number of tokens at which enough chats are chosen; the chats after them are not looked at.
 
     Returns:

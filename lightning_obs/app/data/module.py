@@ -50,12 +50,12 @@ class TextData(LightningDataModule):
         tokenizer: a transformers tokenizer.
         path: see :func:`~lightning_obs.app.data.files.read_rows`; a single document is cut in two halves.
         text_field: the field or column that holds the text. A row without it may hold a chat in ``messages``.
-        batches: to calibrate on.
+        batches: number of batches to calibrate on.
         batch_size: blocks in a batch.
-        tokens: in a block.
-        eval_batches: to measure on.
+        tokens: tokens in a block.
+        eval_batches: number of batches to measure on.
         eval_path: the text to measure on; None: every second document of ``path``.
-        train_batches: to train on.
+        train_batches: number of batches to train on.
         num_workers: processes that load batches.
 
     Raises:

@@ -29,8 +29,8 @@ def refuse_both(lora: Mapping[str, Any] | None, folder: str | os.PathLike[str] |
     """Refuse new adapters beside saved ones, and a folder without adapters; called before the model is loaded.
 
     Args:
-        lora: of new adapters; None: none are made.
-        folder: of saved adapters; None: none are loaded.
+        lora: arguments for new adapters; None: none are made.
+        folder: the folder of saved adapters; None: none are loaded.
 
     Raises:
         CalibrationError: both are given; ``folder`` is not one that peft has saved.
@@ -51,7 +51,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
     ``CausalLM`` calls it for ``model.lora``, after the weights are loaded.
 
     Args:
-        model: of transformers; its weights may be packed.
+        model: a model of transformers; its weights may be packed.
         lora: the arguments of peft's ``LoraConfig``.
 
     Returns:

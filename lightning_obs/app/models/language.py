@@ -40,7 +40,7 @@ class CausalLM(LightningModule):
         device_map: as in transformers, and ``"disk"``; None: the whole model is loaded on the CPU.
         offload_folder: for weights on disk that have no safetensors file.
         linearize_experts: give every expert Linear modules of its own, so that experts can be quantized.
-        learning_rate: of AdamW, after a warm-up over a tenth of the steps, and down to zero along a cosine.
+        learning_rate: the rate of AdamW after a warm-up over a tenth of the steps; it falls to zero along a cosine.
         keep_packed: let the weights of a quantized checkpoint stay packed (:func:`~lightning_obs.keep_packed`).
         lora: arguments of peft's ``LoraConfig`` for new adapters, which are then all that is trained; None: none.
         adapters: a folder of adapters that peft has saved, which are loaded; None: none.

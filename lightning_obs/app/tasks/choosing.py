@@ -43,7 +43,7 @@ class Observers(Calibrate):
 
     Attributes:
         scheme_label: the name of the scheme that was asked for.
-        scores: of the candidates, for the report.
+        scores: the scores of the candidates, for the report.
     """
 
     may_train = False
@@ -298,7 +298,7 @@ def _write_scheme(config: DictConfig, choice: QuantizationConfig, headline: str)
     """Write a choice as a config of the group ``scheme`` that a later run can take, and print where.
 
     Args:
-        config: of the run; the new config has the name of its task (``observers`` or ``plan``).
+        config: the config of the run; the new config has the name of its task (``observers`` or ``plan``).
         choice: schemes and observers, by module.
         headline: the first line of the file, a comment.
     """
