@@ -1,8 +1,8 @@
-"""The words behind ``python -m lightning_obs`` before Hydra reads them, and the explanation of its errors.
+"""Check the words behind ``python -m lightning_obs`` before Hydra reads them, and explain Hydra's errors.
 
 ``lightning_obs.__main__`` calls :func:`checked_words` before Hydra runs, and :func:`explained` for an error.
 
-Hydra's own messages tell how to extend a config. Somebody who has mistyped a key needs the nearest known name first.
+Hydra's own messages tell how to extend a config. A user who has mistyped a key needs the nearest known name first.
 Hydra calls the words overrides; :mod:`lightning_obs.app.typed_words` checks them against the composed config.
 """
 

@@ -107,12 +107,12 @@ def register_state_change(
 
 
 def _reader(module: nn.Module, base_name: str) -> nn.Module:
-    """compressed-tensors' module that reads a state, and has its hooks."""
+    """compressed-tensors' module through which a state passes, and which has the state's hooks."""
     return module.get_submodule(IMPL_ATTR if base_name == "q" else KV_CACHE_ATTR)
 
 
 def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
-    """The transformers model whose config decides the attention function of ``module``; :func:`quantized` asks for it.
+    """Find the transformers model whose config decides the attention function of ``module``; ``quantized`` calls this.
 
     Args:
         root: the user's model.

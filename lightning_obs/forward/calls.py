@@ -1,4 +1,4 @@
-"""How a model is called, and what is in a call of a module: its input tensor, and the logits of its output.
+"""Call a model, and find the input tensor in the arguments of a call and the logits in an output.
 
 Used wherever this package runs a user's model, hooks a module, or compares predictions.
 """
@@ -101,7 +101,10 @@ def named_logits(output: Any) -> Any:
 
 
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor that a module quantizes as its input: the first positional or keyword tensor of a call."""
+    """Return the tensor that a module quantizes as its input: the first positional or keyword tensor of a call.
+
+    Hooks that observe inputs call it. None if no argument is a tensor.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value
@@ -113,9 +116,11 @@ def replace_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the input of a call: the tensor that :func:`first_input` finds.
 
+    The quantized forward puts the quantized input in its place.
+
     Args:
         args, kwargs: the arguments of the call.
-        change: takes the tensor, and returns the one to put in its place.
+        change: takes the input tensor, and returns the tensor to put in its place.
 
     Returns:
         The new arguments.

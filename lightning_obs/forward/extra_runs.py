@@ -53,9 +53,10 @@ def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Ten
 
 @contextmanager
 def random_numbers_restored(model: nn.Module) -> Iterator[None]:
-    """For a ``with`` block that runs a model; then the random generators are as before.
+    """For a ``with`` block that runs a model; afterwards all random generators have their former state.
 
-    They are Python's, NumPy's, torch's, and those of the model's devices.
+    These are the generators of Python, NumPy and torch, and of the model's devices. Entered by :func:`left_as_it_was`
+    and for the extra calls that weigh tokens (``calibration/token_weights.py``).
     """
     python_state = random.getstate()
     numpy_state = np.random.get_state()

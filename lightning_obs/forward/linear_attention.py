@@ -113,7 +113,7 @@ class LinearAttention(nn.MultiheadAttention):
         queries: torch.Tensor,
         added: int,
     ) -> torch.Tensor | None:
-        """What is added to the scores ``(batch, heads, queries, keys)``: the sum of both masks; None without any.
+        """The sum of both masks, which is added to the scores ``(batch, heads, queries, keys)``; None without a mask.
 
         Args:
             attn_mask: ``(queries, keys)`` or ``(batch * heads, queries, keys)``: numbers to add, or True for a key that
@@ -133,7 +133,10 @@ class LinearAttention(nn.MultiheadAttention):
         return F.pad(sum(masks[1:], masks[0]), (0, added))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load tensors; those of an ``nn.MultiheadAttention`` become those of the Linears, which are loaded next."""
+        """Rename the tensors of an ``nn.MultiheadAttention`` to those of the Linears, which torch loads next.
+
+        ``load_state_dict`` calls this for each module.
+        """
         for suffix, joined in (("weight", "in_proj_weight"), ("bias", "in_proj_bias")):
             value = state_dict.pop(prefix + joined, None)
             if value is not None:
@@ -215,7 +218,7 @@ def linearize_attention(model: nn.Module) -> list[str]:
 
 
 def linearize_stored(model: nn.Module, stored_names: Iterable[str]) -> Callable[[], None]:
-    """Linearize the attention of a model as it is in a checkpoint; called by ``load_checkpoint``.
+    """Linearize the attention modules that are linearized in a checkpoint; called by ``load_checkpoint``.
 
     Args:
         model: freshly built.

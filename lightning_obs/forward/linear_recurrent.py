@@ -61,7 +61,10 @@ class LinearRecurrent(nn.RNNBase):
         return _without_state, (self.kind,), self.__getstate__()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load tensors; weights of the layer as it was become those of the modules, which are loaded next."""
+        """Rename the weights of the original layer to those of the modules, which torch loads next.
+
+        ``load_state_dict`` calls this for each module.
+        """
         for name in self._flat_weights_names:
             value = state_dict.pop(prefix + name, None)
             if value is None:
@@ -127,7 +130,7 @@ def linearize_recurrent(model: nn.Module) -> list[str]:
 
 
 def linearize_stored_recurrent(model: nn.Module, stored_names: Iterable[str]) -> Callable[[], None]:
-    """Linearize the recurrent layers of a model as they are in a checkpoint; called by ``load_checkpoint``.
+    """Linearize the recurrent layers that are linearized in a checkpoint; called by ``load_checkpoint``.
 
     Args:
         model: freshly built.

@@ -1,8 +1,8 @@
-"""A copy of a model for one call beside the user's own: it shares the memory of the weights, and nothing else.
+"""Copy a model for one extra call: the copy shares only the memory of the weights with the model.
 
-A second forward of the model itself would be seen: it fills a cache a second time, counts in buffers and attributes,
-and calls the user's hooks. So the model and the arguments of the call are copied together (a cache may be in both), and
-the copy is thrown away after the call.
+A second forward of the model itself would have effects: it fills a cache a second time, counts in buffers and
+attributes, and calls the user's hooks. So the model and the arguments of the call are copied together, since a cache
+may be in both, and the copy is thrown away after the call.
 
 Hooks whose state belongs to the model (pruning, weight normalization, methods of its modules) are a part of its
 arithmetic, and are copied with it. Other hooks (functions, methods of other objects) watch the model: they would see a

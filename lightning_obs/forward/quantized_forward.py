@@ -321,7 +321,10 @@ def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> 
 
 
 def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
-    """The quantized forward of a Linear whose forward nobody has replaced: input and weight, product, output."""
+    """The quantized forward of a Linear whose forward was not replaced: quantize input and weight, multiply, quantize.
+
+    torch calls it in place of ``nn.Linear.forward``.
+    """
     quantized_input = fake_quantize_for(self, input, "input")
     output = _quantized_product(self, quantized_input)
     if quantization_of(self).output_by_hook:
@@ -342,8 +345,8 @@ def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
 def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> torch.Tensor | None:
     """The product with the quantized weight, plus the bias, where the weight is quantized in the backward once more.
 
-    None where autograd does not record, or a compiler decides what to keep, or the weight is not quantized anew in each
-    forward.
+    None if autograd does not record, if a compiler decides what is kept for the backward, or if the weight is not
+    quantized anew in each forward (:func:`weight_quantizer`).
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -424,7 +427,7 @@ def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _quantize_output(module: nn.Module, output: Any) -> Any:
-    """Quantize an output that is a tensor; any other is returned as it is."""
+    """Quantize an output that is a tensor; another output is returned unchanged."""
     return fake_quantize_for(module, output, "output") if isinstance(output, torch.Tensor) else output
 
 

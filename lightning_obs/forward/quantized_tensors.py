@@ -407,7 +407,16 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
 
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
-    """Whether the qparams that ``args`` asks for are on the module; a dynamic range asks for none."""
+    """Whether a module has the qparams that quantize a tensor by ``args``; a fully dynamic range needs no qparams.
+
+    Asked at each quantized forward, since the range may not be calibrated yet, and by ``fine_tuning`` to learn whether
+    data are needed first.
+
+    Args:
+        module: the module.
+        base_name: the tensor: ``"weight"``, ``"input"``...
+        args: how the scheme quantizes the tensor.
+    """
     return args.dynamic is True or hasattr(module, _name_of_range(base_name, args))
 
 

@@ -1,13 +1,12 @@
 """The product of an input and a quantized weight that computes the weight once more in the backward.
 
-Autograd would keep a quantized weight for each Linear and convolution of a model, in the size of the parameters, and
-the mask of clipped values. Both follow from the weight and its scale, which are in memory anyway. So the gradients of
-a product are written here, bit for bit those of autograd, and the quantized weight lies in memory that all modules
-share.
+For each Linear and convolution, autograd would keep the quantized weight, which is as large as the parameter, and the
+mask of clipped values. Both follow from the weight and its scale, which are in memory anyway. So this file has its own
+gradients of a product, equal to autograd's bit for bit, and the quantized weight lies in memory that all modules share.
 
-torch's activation checkpointing would compute them again, too, but it also keeps the input of a Linear whose weight is
-frozen, which plain training does not. Hooks of saved tensors would take the place of the user's: of nested ones torch
-calls the innermost alone.
+torch's activation checkpointing would also compute the quantized weight again. But it keeps the input of a Linear whose
+weight is frozen, which plain training does not. Hooks of saved tensors would replace the hooks of the user, since torch
+calls only the innermost of nested hooks.
 """
 
 from __future__ import annotations
@@ -211,7 +210,7 @@ class Scratch:
 
     @contextmanager
     def lend(self, like: torch.Tensor) -> Iterator[torch.Tensor | None]:
-        """For a ``with`` block, memory of the shape of ``like``, which nobody may read afterwards.
+        """For a ``with`` block, memory of the shape of ``like``, which may not be read after the block.
 
         Yields:
             A contiguous tensor with any values; None where memory is not a CPU's, or not in float32.
@@ -348,7 +347,10 @@ class _RecomputedProduct(torch.autograd.Function):
 def _gradients(
     quantized: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, quantized_grad: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The gradients of a weight and its scale from that of the quantized weight; None for one that needs none."""
+    """The gradients of a weight and its scale, from the gradient of the quantized weight.
+
+    None in place of the gradient of a tensor that does not require one.
+    """
     sources = [source for source in (weight, scale) if source.requires_grad]
     gradients = torch.autograd.grad(
         quantized, sources, quantized_grad, create_graph=torch.is_grad_enabled(), allow_unused=True

@@ -3,7 +3,7 @@
 A block is 32 neighbouring weights of a row: a scale ``d`` in float16, in some formats a minimum ``m``, then the codes.
 Scales of larger groups, of rows, or of a whole tensor are repeated: each of their blocks has the same one.
 
-The layouts are those of ``ggml-common.h``; what ``gguf.dequantize`` reads of them is what llama.cpp computes with.
+The layouts are those of ``ggml-common.h``. ``gguf.dequantize`` gives the numbers that llama.cpp computes with.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def to_blocks(weight: StoredWeight, block_format: BlockFormat) -> _Bytes:
     """Store a weight in blocks; called once for each calibrated module of a file.
 
     Args:
-        weight: codes and range, in a scheme of which :func:`format_for` gives ``block_format``.
+        weight: codes and range of a weight whose format is ``block_format``, by :func:`format_for`.
         block_format: the format to store it in.
 
     Returns:

@@ -1,9 +1,9 @@
 """Causal language models of transformers as a LightningModule, which the command line runs by default.
 
-A user's module (``model._target_``) is written from scratch, see docs/guide/other_models.md. The command line
-requires of it that ``validation_step`` runs the model and that ``test_step`` logs a value
-(:class:`lightning_obs.app.quality.Quality`). The model inside takes a batch as its keyword arguments, or else the
-result of ``model_inputs(batch)``.
+A user's own module (``model._target_``) is written from scratch, see docs/guide/other_models.md. The command line
+requires that its ``validation_step`` runs the model and that its ``test_step`` logs a value
+(:class:`lightning_obs.app.quality.Quality`). The keyword arguments of the model inside are the batch, or the result of
+``model_inputs(batch)`` if the module has this method.
 """
 
 from __future__ import annotations

@@ -168,7 +168,13 @@ def _facts_of_page(report: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]], provenance: Mapping[str, str]) -> None:
-    """Print the table, and write the page that shows it beside quality against size."""
+    """Print the table, and write a page with the table and a picture of quality against size.
+
+    Args:
+        folder: the folder of the page.
+        rows: the row of each run.
+        provenance: where the results come from, by label.
+    """
     print()
     print_report(comparison_table([dict(row) for row in rows]))
     runs = []

@@ -40,7 +40,11 @@ class Task(ABC):
 
 
 def task_node(config: DictConfig) -> DictConfig:
-    """The node with the class and the keys of the task: ``task``, or ``task.layerwise`` where the model asks for it."""
+    """Return the config node with the class and the keys of the task.
+
+    It is ``task``, or ``task.layerwise`` if ``model.layerwise`` is set and the task has this variant. ``main.run``
+    calls this to check the typed words, and :func:`make_task` to make the task.
+    """
     is_layerwise = config.get("model", {}).get("layerwise")
     if is_layerwise and config.task.get("layerwise"):
         return config.task.layerwise
