@@ -211,6 +211,15 @@ class Observation:
         for observer in self.all_observers:
             observer.reset()
 
+    def judge_no_fit(self) -> None:
+        """Do not judge how well fitted weights hold on other data.
+
+        Called before the data by :func:`~lightning_obs.sensitivity`, which only tries candidates, and by quantized
+        training, whose weights change.
+        """
+        self.judges_fit = False
+        self.hold_outs.clear()
+
     def drop_outputs(self, followed: Collection[str]) -> None:
         """Remove the outputs of some modules from plan and observers; called by :func:`.finalize`, and on loading.
 

@@ -50,6 +50,14 @@ class ObservedCalls:
         """
         return self.batches - 1 if self.number is None else self.number
 
+    def number_batch(self, number: int | None) -> None:
+        """Say which batch of this rank runs next; the calibration from files runs each batch once for each block.
+
+        Args:
+            number: of the batch, from 0; None: batches run once and are counted.
+        """
+        self.number = number
+
     def paused(self) -> AbstractContextManager[None]:
         """A context manager in which hooks ignore the calls of the model."""
         return patch_attr(self, "is_paused", True)

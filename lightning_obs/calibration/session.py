@@ -172,15 +172,6 @@ class CalibrationSession:
         """
         self.observation.progress = progress
 
-    def judge_no_fit(self) -> None:
-        """Do not judge how well fitted weights hold on other data.
-
-        Called before the data by :func:`~lightning_obs.sensitivity`, which only tries candidates, and by quantized
-        training, whose weights change.
-        """
-        self.observation.judges_fit = False
-        self.observation.hold_outs.clear()
-
     # ------------------------------------------------------------------ attach and detach
 
     def __enter__(self) -> CalibrationSession:
@@ -306,14 +297,6 @@ class CalibrationSession:
         if after is not None:
             self.observation.calls.batches = after
         self.observation.calls.batches += number
-
-    def number_batch(self, number: int | None) -> None:
-        """Say which batch of this rank runs next; the calibration from files runs each batch once for each block.
-
-        Args:
-            number: of the batch, from 0; None: batches run once and are counted.
-        """
-        self.observation.calls.number = number
 
     # ------------------------------------------------------------------ finish
 

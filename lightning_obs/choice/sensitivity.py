@@ -246,7 +246,7 @@ def _sessions(
         try:
             candidate = candidate_options(scheme, **options)
             sessions[name] = CalibrationSession(model, candidate)
-            sessions[name].judge_no_fit()
+            sessions[name].observation.judge_no_fit()
         except CalibrationError as failure:
             raise failure.said_of(name) from failure
     refusals: dict[str, CalibrationError] = {}

@@ -81,7 +81,7 @@ class QuantizedTraining:
             "weigh_tokens needs weights that stay as they are, and these are trained",
             remedy="leave it out, or set train='scales'.",
         )
-        session.judge_no_fit()  # of weights that change
+        session.observation.judge_no_fit()  # of weights that change
         self.session = session
         self.refreshes_weights = refreshes_weights
         self.switch = Switch()

@@ -101,13 +101,13 @@ class BlockRunner:
         for index, batch in enumerate(self.batches):
             # Modules before the first block run again with each block, and are observed once.
             self.session.ignore_calls(not (observe and self._no_block_was_observed))
-            self.session.number_batch(index)
+            self.session.observation.calls.number_batch(index)
             call_model = partial(self._call, batch)
             output = self._forward.run(block, self.outputs[index], call_model, on_skipped=on_skipped)
             if keep and block < len(self.blocks):
                 self.outputs[index] = copied(output, torch.device("cpu"))
         self.session.ignore_calls(False)
-        self.session.number_batch(None)
+        self.session.observation.calls.number_batch(None)
         if observe:
             self._no_block_was_observed = False
 

@@ -153,7 +153,7 @@ def test_what_is_written_is_fitted_to_all_batches(rounding):
     unjudged = wide()
     calibrated(judged, tokens(2048).chunk(8), rounding=rounding)
     with CalibrationSession(unjudged, INT4, **{**FITTED, "rounding": rounding}) as session:
-        session.judge_no_fit()
+        session.observation.judge_no_fit()
         for batch in tokens(2048).chunk(8):
             unjudged(batch)
     assert not session.result.fit_errors
