@@ -37,7 +37,7 @@ from lightning_obs import (
     export_checkpoint,
     load_checkpoint,
 )
-from lightning_obs.app.data.files import read_documents
+from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.from_config import names_ignored_by_report
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.app.tasks.compare import _row_of_report
@@ -141,6 +141,11 @@ def _report(folder: Path) -> Path:
     return file
 
 
+def _read_texts(file: Path) -> list[str]:
+    """The texts of a file or folder, as the command line reads them."""
+    return [value_of(place, row, "text") for place, row in read_rows(file)]
+
+
 def _texts(suffix: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         rows, file = [{"text": f"row {i} says äöü"} for i in range(8)], folder / f"texts.{suffix}"
@@ -206,7 +211,7 @@ KINDS = [
     Kind("report.json of runs=", _report, _row_of_report, checked=False),
     Kind("report.json of ignore_from=", _report, names_ignored_by_report, checked=False),
     *(
-        Kind(f"texts: {suffix}", _texts(suffix), lambda file: list(read_documents(file)), checked=False)
+        Kind(f"texts: {suffix}", _texts(suffix), _read_texts, checked=False)
         for suffix in ("txt", "jsonl", "json", "csv", "parquet", "saved")
     ),
     Kind("state of CalibrationCallback", _state(_calibration, "validate"), _resumed(_calibration)),

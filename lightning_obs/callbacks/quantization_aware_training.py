@@ -173,15 +173,15 @@ class QuantizationAwareTraining(SessionCallback):
         if export_at_end is not None:
             calibration_options = export_at_end.options_for(calibration_options)
         self.quantized_fit = QuantizedFit(
-            train,
-            quantize,
-            observe,
-            calibration_batches,
-            start_epoch,
-            start_step,
-            freeze_after,
-            sanity_check,
-            refresh_weights,
+            train=train,
+            quantize=quantize,
+            observe=observe,
+            calibration_batches=calibration_batches,
+            start_epoch=start_epoch,
+            start_step=start_step,
+            freeze_after=freeze_after,
+            sanity_check=sanity_check,
+            refresh_weights=refresh_weights,
         )
         if distill is None:
             distill = "only" if train == "scales" else 0.0

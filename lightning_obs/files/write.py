@@ -50,6 +50,21 @@ _RENAME_EXCHANGE = 2
 _BLOCK = 1 << 22
 
 
+def require_new_file(file: Path, overwrite: bool) -> None:
+    """Refuse a file that exists if ``overwrite`` is False, and a folder of its name.
+
+    The writers of ONNX files, GGUF files and programs call it before anything is calibrated or traced.
+
+    Raises:
+        CalibrationError: the name is taken.
+    """
+    if file.exists() and not (overwrite and file.is_file()):
+        raise CalibrationError(
+            f"{file} is already there",
+            remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
+        )
+
+
 def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that an export could not create, or could not replace if ``overwrite`` is set.
 

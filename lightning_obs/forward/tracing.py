@@ -37,18 +37,6 @@ from lightning_obs.numerics.qparams import scheme_args
 # ---------------------------------------------------------------------- refusals before tracing
 
 
-def require_new_file(file: Path, overwrite: bool) -> None:
-    """Raise a CalibrationError if ``file`` exists and ``overwrite`` is False, or if ``file`` is a folder.
-
-    The writers of ONNX files and programs call it before anything is calibrated or traced.
-    """
-    if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(
-            f"{file} is already there",
-            remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
-        )
-
-
 def require_traceable(
     model: nn.Module, schemes: Mapping[str, QuantizationScheme], *, file_kind: str, writer_name: str
 ) -> None:

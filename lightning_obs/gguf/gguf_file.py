@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_obs.errors import CalibrationError, refuse, require_bool, warn
-from lightning_obs.files.write import whole_file
+from lightning_obs.files.write import require_new_file, whole_file
 from lightning_obs.gguf.base_file import BaseFile
 from lightning_obs.gguf.block_formats import BLOCK, FORMATS, BlockFormat, InFloat16, format_for, to_blocks
 from lightning_obs.model.module_qparams import calibrated_modules, calibrated_schemes, refuse_unmerged, require_ready
@@ -158,11 +158,7 @@ def check_files(file: str | os.PathLike[str], base: str | os.PathLike[str], over
     import_package("gguf", "export_gguf")
     require_bool(overwrite=overwrite)
     file = Path(file)
-    if file.exists() and not (overwrite and file.is_file()):
-        raise CalibrationError(
-            f"{file} is already there",
-            remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
-        )
+    require_new_file(file, overwrite)
     if file.exists() and Path(base).exists() and file.samefile(base):
         raise CalibrationError(f"{file} is the base itself", remedy="choose another name.")
     return BaseFile(Path(base))

@@ -28,14 +28,13 @@ from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.utils import _pytree as pytree
 
 from lightning_obs.errors import require_bool
-from lightning_obs.files.write import whole_file
+from lightning_obs.files.write import require_new_file, whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
     Example,
     exporter_error,
     reason_against_weight,
     refuse_tensors,
-    require_new_file,
     require_traceable,
     written_by,
 )

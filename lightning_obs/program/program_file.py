@@ -24,14 +24,13 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_obs.errors import CalibrationError, require_bool, require_choice
-from lightning_obs.files.write import whole_file
+from lightning_obs.files.write import require_new_file, whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
     Example,
     exporter_error,
     reason_against_weight,
     refuse_tensors,
-    require_new_file,
     require_traceable,
     written_by,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.data.files import read_documents
+from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.data.module import TextData
 
 
@@ -16,6 +16,10 @@ class Letters:
 
     def __call__(self, text, **_):
         return type("Encoding", (), {"input_ids": [ord(c) for c in text]})()
+
+
+def texts_in(path, field="text"):
+    return [value_of(place, row, field) for place, row in read_rows(path, field)]
 
 
 def text_of(dataset):
@@ -45,6 +49,15 @@ def test_blocks_of_one_token_have_no_perplexity(tmp_path):
         TextData(Letters(), tmp_path / "a.txt", batches=1, tokens=1, eval_batches=1)
 
 
+@pytest.mark.parametrize("name", ["train_batches", "num_workers"])
+def test_a_negative_number_of_batches_or_processes_is_refused_before_anything_is_read(name):
+    message = rf"data\.{name}\. Got -1, expected a whole number, 0 or more"
+    with pytest.raises(CalibrationError, match=message):
+        TextData.check({name: -1})
+    with pytest.raises(CalibrationError, match=message):
+        TextData(Letters(), None, **{name: -1})
+
+
 def test_another_text_is_measured_on(tmp_path):
     (tmp_path / "a.txt").write_text("\n\n".join(letter * 20 for letter in "abcdef"))
     (tmp_path / "b.txt").write_text("\n\n".join(letter * 20 for letter in "uvwxyz"))
@@ -57,9 +70,9 @@ def test_another_text_is_measured_on(tmp_path):
 
 def test_jsonl_takes_a_field(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"body": letter}) for letter in "abc"))
-    assert list(read_documents(tmp_path / "a.jsonl", "body")) == ["a", "b", "c"]
+    assert texts_in(tmp_path / "a.jsonl", "body") == ["a", "b", "c"]
     with pytest.raises(CalibrationError, match=r"a\.jsonl:1 has no text in the field 'text'.*data\.text_field"):
-        list(read_documents(tmp_path / "a.jsonl"))
+        texts_in(tmp_path / "a.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +88,7 @@ def test_jsonl_takes_a_field(tmp_path):
 )
 def test_every_kind_of_file_is_read_for_what_it_is(tmp_path, name, content):
     (tmp_path / name).write_bytes(content.encode())
-    assert list(read_documents(tmp_path / name)) == ["one\u2028two", "three"]
+    assert texts_in(tmp_path / name) == ["one\u2028two", "three"]
 
 
 def test_parquet_is_read_by_pyarrow(tmp_path):
@@ -83,19 +96,19 @@ def test_parquet_is_read_by_pyarrow(tmp_path):
     from pyarrow import parquet
 
     parquet.write_table(pyarrow.table({"text": ["one", "two"], "other": [1, 2]}), tmp_path / "a.parquet")
-    assert list(read_documents(tmp_path / "a.parquet")) == ["one", "two"]
+    assert texts_in(tmp_path / "a.parquet") == ["one", "two"]
     with pytest.raises(CalibrationError, match=r"a\.parquet\[0\] has no text in the field 'other'"):
-        list(read_documents(tmp_path / "a.parquet", "other"))
+        texts_in(tmp_path / "a.parquet", "other")
     (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:50])
     with pytest.raises(CalibrationError, match=r"a\.parquet is not valid Parquet"):
-        list(read_documents(tmp_path / "a.parquet"))
+        texts_in(tmp_path / "a.parquet")
 
 
 def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(CalibrationError, match=r"a\.parquet needs the package pyarrow.*pip install pyarrow"):
-        list(read_documents(tmp_path / "a.parquet"))
+        texts_in(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +134,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
 def test_what_cannot_be_read_is_named_by_line_and_reason(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(CalibrationError, match=message) as error:
-        list(read_documents(tmp_path / name))
+        texts_in(tmp_path / name)
     assert len(str(error.value)) < 500
 
 
@@ -129,17 +142,17 @@ def test_a_folder_is_read_in_a_fixed_order(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("first")
     (tmp_path / "c.bin").write_text("not text")
-    assert list(read_documents(tmp_path)) == ["first", "second"]
+    assert texts_in(tmp_path) == ["first", "second"]
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
     with pytest.raises(CalibrationError, match=r"holds nothing to read.*\.jsonl"):
-        list(read_documents(tmp_path))
+        texts_in(tmp_path)
 
 
 def test_a_path_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(CalibrationError, match="does not exist"):
-        list(read_documents(tmp_path / "absent.txt"))
+        texts_in(tmp_path / "absent.txt")
 
 
 def test_too_little_text_says_how_much_there_is(tmp_path):

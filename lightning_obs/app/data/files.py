@@ -22,17 +22,6 @@ from lightning_obs.packages import import_package
 Row = tuple[str, Any]
 
 
-def read_documents(
-    path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
-) -> list[str]:
-    """Return the texts in ``text_field`` of the rows that :func:`read_rows` reads, for scripts that need no chats.
-
-    Args:
-        path, text_field, option: as for :func:`read_rows`.
-    """
-    return [value_of(place, row, text_field) for place, row in read_rows(path, text_field, option)]
-
-
 def read_rows(
     path: str | os.PathLike[str] | None, text_field: str = "text", option: str = "data.path"
 ) -> Iterator[Row]:

@@ -77,7 +77,7 @@ class TextData(LightningDataModule):
     ) -> None:
         super().__init__()
         sizes = {"batches": batches, "batch_size": batch_size, "tokens": tokens, "eval_batches": eval_batches}
-        _refuse_sizes(sizes)
+        _refuse_sizes({**sizes, "train_batches": train_batches, "num_workers": num_workers})
         self.tokenizer = tokenizer
         self.text_field = text_field
         self.batch_size = batch_size
@@ -107,8 +107,7 @@ class TextData(LightningDataModule):
         Args:
             options: arguments of the constructor, without the tokenizer; only the first row of a file is read.
         """
-        names = ("batches", "batch_size", "tokens", "eval_batches")
-        _refuse_sizes({name: options[name] for name in names if name in options})
+        _refuse_sizes({name: options[name] for name in _LEAST if name in options})
         field = options.get("text_field", "text")
         for name in ("path", "eval_path"):
             if options.get(name) is not None:
@@ -244,11 +243,17 @@ def _first_documents(documents: Sequence[str], characters: int) -> Sequence[str]
     return documents
 
 
+#: the smallest value of each size, by its key in ``data``
+_LEAST = {"batches": 1, "batch_size": 1, "tokens": 1, "eval_batches": 1, "train_batches": 0, "num_workers": 0}
+
+
 def _refuse_sizes(sizes: Mapping[str, Any]) -> None:
-    """Raise for sizes, by their keys in ``data``, that are not positive whole numbers, and for blocks of one token."""
+    """Raise for sizes, by their keys in ``data``, that are too small or no whole numbers, or blocks of one token."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise CalibrationError(f"data.{name}", got=repr(value), expected="a positive whole number")
+        least = _LEAST[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            expected = "a positive whole number" if least else "a whole number, 0 or more"
+            raise CalibrationError(f"data.{name}", got=repr(value), expected=expected)
     if sizes.get("tokens") == 1:
         raise CalibrationError(
             "data.tokens: in a block of one token there is nothing to predict, and no perplexity",
