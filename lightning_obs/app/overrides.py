@@ -159,7 +159,7 @@ def _unknown_key(key: str) -> str:
         from lightning.pytorch import Trainer  # help and completion do without it
 
         if name in signature(Trainer).parameters:
-            return f"{key}: an argument of the Trainer that its config does not list is added, +{key}=..."
+            return f"{key}: the Trainer takes it, but its config does not list it. Add it with +{key}=..."
     options = [str(option) for option in options_with(key)]
     if options:
         return f"{key}: it belongs to {' or '.join(options)}"

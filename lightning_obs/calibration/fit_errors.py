@@ -211,9 +211,9 @@ def warn_of_fit(errors: Mapping[str, FitErrors]) -> None:
         f"and {_signed_percent(kept_out)} on every fourth batch, which was kept out"
     )
     if fitted > 0:
-        warn(f"weights that are fitted to the calibration data lose even on these: {changes}. Rather {_WITHOUT_DATA}")
+        warn(f"fitted weights have larger errors even on the calibration data: {changes}. Instead, {_WITHOUT_DATA}")
     else:
         warn(
-            f"weights are fitted to the calibration data, and lose on other data of its kind: {changes}. Calibrate "
-            f"with more tokens, raise the damping where there is one, or {_WITHOUT_DATA}"
+            f"fitted weights have larger errors on other data than the calibration's: {changes}. Calibrate with more "
+            f"tokens, raise the damping where there is one, or {_WITHOUT_DATA}"
         )

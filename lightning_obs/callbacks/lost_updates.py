@@ -57,7 +57,10 @@ class LostUpdates:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def stop(self) -> None:
-        """Leave the optimizers alone. Can be called at any time, any number of times."""
+        """Remove the hooks from the optimizers; called at the end of a run, and before a new fit is watched.
+
+        Can be called at any time, any number of times.
+        """
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

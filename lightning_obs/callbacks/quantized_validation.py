@@ -128,7 +128,7 @@ class QuantizedValidation:
         if sum(lengths) < offered:
             warn(
                 f"evaluate: the quantized model is measured on {sum(lengths)} of {offered} batches, the first of each "
-                f"loader: more do not fit in {KEPT_BYTES / 2**30:.1f} GiB, where they are kept for it."
+                f"loader, because the {KEPT_BYTES / 2**30:.1f} GiB for kept batches are full."
             )
 
 

@@ -186,7 +186,9 @@ class Results:
         Called by the callback's ``export_gguf``, and at a run's end for such a file of ``export_to``.
 
         Args:
-            file, base, overwrite: as :func:`~lightning_obs.export_gguf` takes them.
+            file: path of the new file, written whole or not at all.
+            base: a GGUF file of the same model in float, whose weights are replaced.
+            overwrite: replace an existing ``file``.
 
         Raises:
             CalibrationError: nothing was calibrated yet, or the file cannot be written.

@@ -1,8 +1,8 @@
 """Compare the names in a checkpoint's folder with the names of the module that it is loaded into.
 
 A LightningModule is exported with its own names (``model.encoder.weight``), and often only the module inside it is
-wanted later, or the other way round. ``load.py`` asks :func:`prefix_in_folder` for the names to read without a prefix;
-if the tensors still do not fit, :func:`hint_of_names` tells the user why.
+wanted later, or the other way round. ``load.py`` asks :func:`prefix_in_folder` for the prefix under which the folder
+stores the module's names; if the tensors still do not fit, :func:`hint_of_names` tells the user why.
 
 A path is the name of a module (``model.encoder``); a prefix of a path is a module around it, or the module itself.
 """

@@ -408,7 +408,9 @@ class Staging:
 
 
 def clean_up_after_killed_writers(parent: Path) -> None:
-    """Delete the hidden folders of killed writers in ``parent``; put back a folder killed between its two renames.
+    """Delete the hidden folders that killed writers have left in ``parent``.
+
+    If a writer was killed between its two renames, the folder that it was replacing is put back.
 
     Called before anything is written into ``parent``, and before a checkpoint that is missing there is loaded.
     """

@@ -11,13 +11,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 @dataclass(frozen=True)
 class Place:
-    """Where one of a module's own parameters or buffers is; by default whole on this rank."""
+    """Where one of a module's own parameters or buffers is; by default whole on this rank.
 
-    #: the shape of the whole tensor
+    :func:`~lightning_obs.model.weight.place_of` makes it of a tensor, :mod:`.fsdp1` of what FSDP1 has flattened.
+    Shapes, checksums, searches on several ranks and the writer of checkpoints read it.
+
+    Attributes:
+        shape: of the whole tensor.
+        first: the index, in the flattened whole, of this rank's first element; not 0 in flat shards of FSDP1 only.
+        groups: the groups of ranks over which the tensor is cut, one for each dimension of the device mesh that cuts
+            it. Empty: this rank has the whole.
+        unit: the wrapper of FSDP1 that gathers the whole; None: the tensor is not sharded by FSDP1.
+    """
+
     shape: torch.Size
-    #: the index, in the flattened whole, of the first element on this rank; other than 0 in flat shards of FSDP1 only
     first: int = 0
-    #: groups of ranks whose parts add up to the whole; empty: this rank has the whole
     groups: tuple[dist.ProcessGroup, ...] = ()
-    #: the wrapper of FSDP1 that gathers the whole
     unit: FullyShardedDataParallel | None = None

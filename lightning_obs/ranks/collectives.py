@@ -81,7 +81,8 @@ class Collectives:
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Gather a picklable ``value`` of each rank; returns the values of all ranks, in their order. A collective.
 
-    It is ``gather_object`` of :class:`Collectives`, both here and in Lightning's.
+    ``Collectives.gather_object`` is this function, with torch.distributed (:meth:`Collectives.of_group`) and under
+    Lightning (``callbacks/strategies.py``).
     """
     objects: list[Any] = [None] * dist.get_world_size(group)
     with all_ranks_answer():

@@ -75,7 +75,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]
     ignore += left_out
-    _leave_activations_of_lone_weights(targets)
+    _drop_activations_of_lone_weights(targets)
     config.ignore = ignore
     if may_hold_experts(model):
         check_stacked_experts(model, list(groups_by_target), ignore)
@@ -90,10 +90,11 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     return Plan(config, targets, fused, left_out)
 
 
-def _leave_activations_of_lone_weights(targets: list[PlannedModule]) -> None:
-    """Replace the scheme of each module that has no input by one for its weight alone.
+def _drop_activations_of_lone_weights(targets: list[PlannedModule]) -> None:
+    """Give each :class:`.LoneWeight` among the targets a scheme for its weight alone.
 
-    The new scheme targets the modules by name, because their class may have other modules.
+    A LoneWeight is a bare parameter as a module, which no input passes. Its new scheme lists the modules by name: a
+    target ``Linear`` would match other modules, too.
     """
     schemes: dict[int, QuantizationScheme] = {}
     for index, target in enumerate(targets):
@@ -212,7 +213,10 @@ def _warn_idle_targets(targets: Sequence[PlannedModule], groups_by_target: Mappi
     used_groups = {id(target.scheme) for target in targets}
     idle = [pattern for pattern, group in groups_by_target.items() if id(group) not in used_groups]
     if idle:
-        warn(f"other targets, `ignore` or a tied weight leave no module for {name_list(idle)}")
+        warn(
+            "these targets quantize nothing, because each module that they match belongs to another target, is in "
+            f"`ignore`, or has a tied weight: {name_list(idle)}"
+        )
 
 
 def _check_fused_schemes(targets: Sequence[PlannedModule], fused: Sequence[Sequence[str]]) -> None:

@@ -45,13 +45,14 @@ DEFAULT_TARGETS = ("Linear",)
 
 #: default targets of presets for engines that compute convolutions with integers, too
 _ALL_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
-#: what such engines make a part of the convolution or product before it: where its output goes there, its range is
-#: that of their output
-FOLLOWERS = "followers"  # the name of their group
+#: the group of followers: layers that such engines fold into the convolution or matrix product before them. Where a
+#: follower reads the output of a quantized module, the follower's output is quantized instead
+FOLLOWERS = "followers"
 _FOLLOWERS = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "ReLU", "ReLU6")
 
 _INT8_WEIGHTS = QuantizationArgs(num_bits=8, strategy="channel")
-#: a range a little wider than the largest weight is tried, too: 127 steps reach it, where int8 has 127 of one sign only
+#: ranges a little wider than the largest weight are tried, too: int8 has one step more for negative numbers than for
+#: positive ones, so a largest weight that is positive may need the room
 _SEARCHED_INT8_WEIGHTS = QuantizationArgs(
     num_bits=8,
     strategy="channel",
@@ -147,15 +148,26 @@ def resolve_config(
 ) -> QuantizationConfig:
     """Make one ``QuantizationConfig`` of a scheme and options; :class:`~lightning_obs.CalibrationOptions` calls it.
 
-    A scheme is a preset name (``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...); a dict of ``weights`` /
-    ``input_activations`` / ``output_activations``, with ``"preset"`` among them of the fields that differ from that
-    preset (``{"preset": "INT8_STATIC", "input_activations": {"num_bits": 4}}``; None: full precision); a dict of
-    groups (``{"FP8": ["re:.*mlp.*_proj"], "W4A16": ["Linear"]}`` or
-    ``{"group": {"targets": [...], "weights": {...}}}``); a full ``{"config_groups": ...}``; or the compressed-tensors
-    object. None with ``kv_cache``, for the cache alone. ``observers``, by base name, replace those that the scheme
-    names, with their hyperparameters but not its rounding. ``rounding`` applies to all weights; for one group it stands
-    among the weights' ``"observer_kwargs": {"rounding": "gptq"}``. ``recipe`` replaces the observers that the scheme
-    names, and ``observers`` and ``rounding`` replace the recipe's.
+    A scheme is one of these:
+
+    - the name of a preset: ``"FP8"``, ``"W4A16"``, ``"INT8_STATIC"``...
+    - a dict with the fields ``weights``, ``input_activations`` and ``output_activations``
+    - a dict with a ``preset`` and only those of these fields that differ from it: ``{"preset": "INT8_STATIC",
+      "input_activations": {"num_bits": 4}}``; the value None leaves a tensor in full precision
+    - a dict of groups: ``{"FP8": ["re:.*mlp.*_proj"], "W4A16": ["Linear"]}`` or ``{"group": {"targets": [...],
+      "weights": {...}}}``
+    - a full ``{"config_groups": ...}``, or an object of compressed-tensors
+    - None, to quantize the kv cache alone
+
+    Args:
+        scheme: as above.
+        targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme.
+        ignore: the modules to leave out, in the same form.
+        observers: by base name, observers that replace the scheme's and the recipe's, with their hyperparameters. The
+            rounding of weights stays.
+        kv_cache: the format of the kv cache; None: full precision.
+        rounding: of all weights. To round one group, give its weights ``"observer_kwargs": {"rounding": "gptq"}``.
+        recipe: replaces the observers that the scheme names.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer, rounding or recipe; targets given twice; a
