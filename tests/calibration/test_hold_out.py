@@ -118,9 +118,7 @@ def test_observers_that_read_inputs_are_judged_without_a_rounding(observer):
 
 def test_an_observer_that_loses_on_its_own_data_is_not_told_to_take_more():
     imatrix = {"weight": {"name": "imatrix_mse", "signed": True, "norm": 2.0}}
-    with pytest.warns(
-        CalibrationWarning, match=r"larger errors even on the calibration data.*Instead, choose"
-    ):
+    with pytest.warns(CalibrationWarning, match=r"larger errors even on the calibration data.*Instead, choose"):
         session = calibrated(wide(), tokens(2048).chunk(8), observers=imatrix, rounding=None)
     assert fit_changes(session.result.fit_errors)[0] > 0
 

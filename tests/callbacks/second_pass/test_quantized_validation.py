@@ -270,7 +270,9 @@ def test_a_share_outside_zero_to_one_is_refused(evaluate, match):
 def test_batches_that_do_not_fit_are_left_out_and_told(monkeypatch):
     monkeypatch.setattr(quantized_validation, "KEPT_BYTES", 500)  # a batch has 4 x 8 floats: 128 bytes
     module = Plain()
-    with pytest.warns(CalibrationWarning, match=r"on 3 of 4 batches, the first of each loader.*fit in 0\.0 GiB"):
+    with pytest.warns(
+        CalibrationWarning, match=r"on 3 of 4 batches, the first of each loader.*0\.0 GiB for kept batches are full"
+    ):
         found = validated(module, CalibrationCallback(W2, evaluate=True, show=False))
     with torch.no_grad(), quantized(module):
         expected = float(module(loader().dataset.tensors[0][:12]).pow(2).mean())
