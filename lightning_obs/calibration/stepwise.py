@@ -116,7 +116,7 @@ class StepwiseCalibration:
     """Calibrates the planned modules of a model position by position.
 
     The owner enters :meth:`attached`, calls :meth:`calibrate_position` for each position in order, and
-    :meth:`calibrate_rest` at the end. Every rank does the same.
+    :meth:`calibrate_rest` for modules that no batch called. Every rank does the same.
 
     Args:
         observation: of the model, which must be in evaluation mode. Its observers have no statistics yet.

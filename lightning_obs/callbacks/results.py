@@ -387,7 +387,10 @@ class Results:
 
 
 def _writes(session: CalibrationSession) -> bool:
-    """Whether this rank takes part in an export: rank 0, and every rank where weights are sharded."""
+    """Whether this rank takes part in an export: rank 0, and every rank where weights are sharded.
+
+    For a checkpoint sharded weights are gathered by all ranks; the writers of other files refuse them on all ranks.
+    """
     return session.collectives.rank == 0 or any(in_shards(module) for module in session.model.modules())
 
 

@@ -41,7 +41,7 @@ class StoredWeight(NamedTuple):
 def stored_range(module: nn.Module, base_name: str) -> StoredRange | None:
     """The stored range of one tensor of a calibrated module: its weight, or a static activation.
 
-    Called by each writer.
+    Called by the writers of ONNX files, programs and GGUF files.
 
     Args:
         module: calibrated.
@@ -62,7 +62,9 @@ def stored_range(module: nn.Module, base_name: str) -> StoredRange | None:
 
 
 def stored_weight(module: nn.Module) -> StoredWeight | None:
-    """The codes of a calibrated module's weight: those that a rounding chose, else the nearest. Called by each writer.
+    """The codes of a calibrated module's weight: those that a rounding chose, else the nearest.
+
+    Called by the writers of ONNX files, programs and GGUF files.
 
     Args:
         module: calibrated, its weight whole on this rank. LoRA adapters beside the weight are a part of it.

@@ -173,7 +173,10 @@ def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSu
 
 
 def only_range(value: torch.Tensor) -> ErrorSums:
-    """The range of a tensor whose grid is not known beforehand: called by the report for inputs with dynamic scales."""
+    """The range of a tensor that has no static grid, without errors.
+
+    The report calls it for inputs whose scales are dynamic, and for inputs that are not quantized.
+    """
     value = value.detach()
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
     low, high = torch.aminmax(value)
