@@ -274,14 +274,18 @@ def _of_modules(observers: Mapping[Key, Observer], module_names: Collection[str]
 
 
 def _make_observers(plan: Plan) -> dict[Key, Observer]:
-    """Make an observer for each tensor of the plan whose qparams are not computed at run time (dynamically)."""
+    """Make an observer for each tensor of the plan whose qparams are not computed at run time (dynamically).
+
+    Each observer knows the dtype in which its scales will be stored: the weight's, or that of attention's first
+    parameter.
+    """
     observers: dict[Key, Observer] = {}
     for target in plan.targets:
-        home = qparams_home(target.module)
+        parameter = qparams_home(target.module)
         for base_name, args in target.args.items():
             if args.dynamic is not True:
                 observer = make_observer(base_name, args)
-                observer.qparams_dtype = None if home is None else home.dtype
+                observer.qparams_dtype = None if parameter is None else parameter.dtype
                 observers[target.name, base_name] = observer
     return observers
 

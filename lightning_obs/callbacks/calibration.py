@@ -226,7 +226,8 @@ class CalibrationCallback(SessionCallback):
         earlier = takewhile(lambda callback: callback is not self, trainer.callbacks)
         refuse(
             [type(callback).__name__ for callback in earlier if class_of(callback, "WeightAveraging")],
-            "weight averaging stands before the calibration, and takes its weights back before they are observed",
+            "weight averaging is listed before the calibration, so it takes the averaged weights out of the model "
+            "before they are observed",
             remedy="list the calibration first: callbacks=[calibration, averaging].",
         )
         session = self.prepare(trainer, pl_module)

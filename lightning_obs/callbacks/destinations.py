@@ -260,11 +260,11 @@ def _destination(path: Path, options: Mapping[str, Any], overwrite: bool) -> Des
 
 
 def _refuse_overlap(paths: Sequence[Path]) -> None:
-    """Refuse a path that is another one, or lies in another one: the second would be written into the first."""
+    """Refuse equal paths, and a path inside another: one would be written into the other."""
     for inner, outer in permutations(paths, 2):
         if inner.is_relative_to(outer):
             raise CalibrationError(
-                "a path of export_to is another one, or lies in it",
+                "two paths of export_to are the same, or one lies inside the other",
                 where=[str(inner), str(outer)],
                 remedy="give each a path of its own.",
             )

@@ -302,7 +302,11 @@ class QuantizationAwareTraining(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Before the first batch observe weights and quantize everything, or observe data for a first calibration."""
+        """Before the first batch, quantize everything, or begin to observe data for a first calibration.
+
+        Before each batch that is observed, mask its padding and repeated samples. The first call of the model is kept
+        as an example for exports.
+        """
         _begin_validation(self, trainer, pl_module)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
         self.results.first_call.watch(self.session)

@@ -110,7 +110,10 @@ class QuantizedFit:
             self._training = QuantizedTraining(session, self._train, self._refresh_weights)
 
     def stop(self) -> None:
-        """Give the model its own forward back. Can be called at any time, any number of times."""
+        """Give the model its own forward back; called at the end of a run, however it ends.
+
+        Can be called at any time, any number of times.
+        """
         if self._training is not None:
             self._training.stop()
 

@@ -86,7 +86,7 @@ class QuantizedValidation:
         self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> Metrics:
-        """Run the calibrated model quantized over the kept batches, which are gone afterwards; every rank must.
+        """Run the kept batches through the quantized model, and release them. Every rank must call this.
 
         Args:
             session: has calibrated the model.

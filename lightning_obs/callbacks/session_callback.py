@@ -260,7 +260,10 @@ class SessionCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore a state that Lightning has loaded after ``on_fit_start``, as it does for sharded checkpoints."""
+        """Restore a saved state that no earlier hook could: called when training, a test or a prediction starts.
+
+        For sharded checkpoints Lightning loads states only after ``on_fit_start``.
+        """
         restore_outside_of_fit(self, trainer)
         if self.trainer_session.saved_state is not None:
             self.prepare(trainer, pl_module)
@@ -290,7 +293,11 @@ def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd | No
     if export_to is not None:
         return ExportAtEnd(destinations_of(export_to, overwrite))
     if overwrite:
-        raise CalibrationError("export_overwrite without export_to", remedy="say what is written.")
+        raise CalibrationError(
+            "export_overwrite without export_to",
+            expected="export_to, the path to write to",
+            remedy="set export_to, or leave export_overwrite out.",
+        )
     return None
 
 
@@ -301,9 +308,10 @@ def stop_all(parts: Iterable[PartOfRun]) -> None:
 
 
 def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:
-    """Load the callback's state where Lightning does not: it restores callbacks in ``fit`` only.
+    """Load the callback's state from ``ckpt_path`` in ``validate``, ``test`` and ``predict``.
 
-    Called when ``validate``, ``test`` or ``predict`` starts.
+    Called when any run starts. In ``fit`` Lightning restores callbacks itself, as newer releases do everywhere, and
+    nothing happens here.
     """
     state = state_in_checkpoint(trainer, callback.state_key)
     if state:

@@ -112,7 +112,8 @@ def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[Pla
     """The modules of ``model`` that the config says are quantized, each with its scheme and under all of its names."""
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
-            "the checkpoint has a quantized kv cache, which transformers loads", remedy="from_pretrained(folder)."
+            "load_checkpoint cannot load a quantized kv cache",
+            remedy="load it with from_pretrained(folder).",
         )
     scheme_of_target: dict[str, QuantizationScheme] = {}
     for group in config.config_groups.values():

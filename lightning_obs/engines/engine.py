@@ -42,7 +42,7 @@ class Hardware:
     """
 
     cuda: int | None = None  # the smallest compute capability, times ten (89: Ada, 8.9); None: no kernel for CUDA
-    cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "Apple silicon"; empty: none
+    cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "any hardware"; empty: none
     last: int | None = None  # the largest compute capability, times ten; None: no upper limit
 
     def __str__(self) -> str:

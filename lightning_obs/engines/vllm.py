@@ -117,7 +117,10 @@ class VLLM(FamilyEngine):
 
     @override
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
-        """The names of the stored tensors: ``save_pretrained`` renames modules that transformers renamed on loading."""
+        """As :meth:`.Engine.config_names`: the modules' names in files, where ``save_pretrained`` renames them back.
+
+        transformers may have renamed modules while it loaded the model.
+        """
         return names_in_files(model, names)
 
     @override

@@ -192,7 +192,11 @@ def _reason_against(module: nn.Module, scheme: QuantizationScheme) -> str | None
 
 
 def _refuse_other_embeddings(model: nn.Module, schemes: Mapping[str, QuantizationScheme], base: BaseFile) -> None:
-    """Refuse a base with other embeddings, and calibrated embeddings that are the output layer in llama.cpp, too."""
+    """Refuse a base whose embeddings differ from the model's, and a quantized embedding that would be the output layer.
+
+    llama.cpp takes the embedding as the output layer where the base has none. An embedding whose shape
+    differs from the base's is not compared.
+    """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     tensor_names = base.names_of(model, list(embeddings))
     others = []

@@ -259,7 +259,7 @@ def measure_ranges(
             half or 0.0,
             torch.finfo(candidates.low.dtype).eps,
             norm=norm,
-            **_of_grid(grid),
+            **_loop_arguments(grid),
             WHOLE=is_whole,
             SCALED=half is None,
             SHIFTED=zero_point is not None,
@@ -316,7 +316,7 @@ def round_panel(
             factor.stride(0),
             ROWS=_ROWS,
             PANEL=_power(columns),
-            **_of_grid(grid),
+            **_loop_arguments(grid),
         )
     return levels, errors
 
@@ -338,8 +338,13 @@ def round_panel_plainly(
     return levels, errors
 
 
-def _of_grid(grid: NumberGrid) -> dict[str, Any]:
-    """The arguments of the loops that describe a format, and ``enable_fp_fusion``: products and sums are not fused."""
+def _loop_arguments(grid: NumberGrid) -> dict[str, Any]:
+    """The arguments of the loops that describe the number format of a grid.
+
+    A loop rounds a float by adding and subtracting ``rounder``, times the power of two of the number's exponent, which
+    is not below ``smallest``: the sum has no room for more bits than the format's mantissa. ``enable_fp_fusion`` is off
+    because a product that is fused with a sum is not rounded in between, and the bits would differ from torch's.
+    """
     is_integer = grid.number is None
     smallest = 0 if grid.number is None else grid.number.smallest
     mantissa = 0 if grid.number is None else grid.number.mantissa

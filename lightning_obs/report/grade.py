@@ -70,13 +70,16 @@ def worst_grade(numbers: Sequence[GradedNumber]) -> Grade:
 
 
 def headline(report: Report, grade: Grade, numbers: Sequence[GradedNumber]) -> str:
-    """The grade in a sentence, which also says whether training made the model worse."""
+    """The grade in a sentence; of a graded run it also says whether training made the model worse.
+
+    :func:`~lightning_obs.report.judgement.judge` calls it, for the closing lines and the page.
+    """
     if grade == "not graded":
         names = " and ".join(number.label for number in numbers)
         return f"Not graded: which values of {names} are good is not known."
     sentence = _HEADLINES[grade]
     if worse_than_calibrated(report):
-        sentence += "; it is worse than calibrated, training has lost"
+        sentence += "; training has made it worse than the calibration had left it"
     return f"{sentence}."
 
 

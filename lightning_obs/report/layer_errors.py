@@ -78,7 +78,8 @@ def measure_layer_errors(
 ) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
-    Called by the callbacks' results for a report with data, and :func:`known_layer_errors` for one without.
+    The callbacks' results call it for a report with data. For a report without data they call
+    :func:`known_layer_errors` instead.
 
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
@@ -159,6 +160,9 @@ def known_layer_errors(
     model: nn.Module, counts: Mapping[str, Support], collectives: Collectives | None = None
 ) -> list[LayerError]:
     """The errors of every calibrated layer that are known without running the model, worst first.
+
+    The callbacks' results call it at the end of a calibration, for loggers, the printed table, and a report without
+    data.
 
     Args:
         model: a calibrated model.

@@ -28,7 +28,7 @@ StepName: TypeAlias = Literal[
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to do next.
+    """One thing to do next; :mod:`.next_steps` makes it when a run's report is judged, and the page shows it.
 
     Attributes:
         name: what to do.
@@ -37,7 +37,8 @@ class Step:
         python: to copy into a script.
         changes: the arguments in Python that it changes, or needs, with their values. Those of "leave_out",
             "token_scales", "rounding" and "without_data" are fields of :class:`~lightning_obs.CalibrationOptions`.
-        share: of the noise that it removes at most, by the layer errors of this run; 0: not known.
+        share: the largest share of the quantization noise that it could remove, by the layer errors of this run; 0: not
+            known.
         command: to type into a shell, added by the program that made the run; None: no command did.
     """
 

@@ -75,12 +75,12 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]
     ignore += left_out
-    _drop_activations_of_lone_weights(targets)
     config.ignore = ignore
     if may_hold_experts(model):
         check_stacked_experts(model, list(groups_by_target), ignore)
     _check_any_left(model, targets, list(groups_by_target), ignore)
     _warn_idle_targets(targets, groups_by_target)
+    _drop_activations_of_lone_weights(targets)
     check_targets(model, targets)
     targets += _find_blocks(model, config, targets, ignore)
     fused = find_fused(_names(targets), fused_sets)
@@ -586,8 +586,9 @@ def leave_out_absent_classes(
 ) -> dict[str, QuantizationScheme]:
     """Leave out targets that name a class of torch of which the model has no module, so that one list fits many models.
 
-    Kept, to be refused by :func:`check_patterns`, are names that are no class of torch, since they may be misspelt, and
-    all targets of a group of which none matches, unless the group quantizes outputs alone.
+    Two kinds of targets stay, so that :func:`check_patterns` refuses them: a name that is no class of torch, which may
+    be misspelt; and all targets of a group in which none matches. A group that quantizes outputs alone may match
+    nothing.
 
     Args:
         model: the module that will be calibrated.

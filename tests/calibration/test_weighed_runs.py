@@ -39,7 +39,7 @@ def same(found, expected):
 # ---------------------------------------------------------------------- the user's run
 
 
-@pytest.mark.filterwarnings("ignore:.* fitted to the calibration data")  # a few tokens of an untrained model
+@pytest.mark.filterwarnings("ignore:.*fitted weights have larger errors")  # a few tokens of an untrained model
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_cache_is_filled_once_and_generated_text_stays(mode, tiny_llama):
     found = []

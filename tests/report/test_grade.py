@@ -128,7 +128,7 @@ def test_after_training_the_predictions_count_and_so_does_the_calibrated_model(p
 def test_a_model_that_training_made_worse_than_calibrated_is_said_to_be(after):
     report = Report.of("a run", metrics={"perplexity": (10.0, after)}, calibrated={"perplexity": 10.2}, **TRAINED)
     judgement = judge(report)
-    assert judgement.headline.endswith("; it is worse than calibrated, training has lost.")
+    assert judgement.headline.endswith("; training has made it worse than the calibration had left it.")
     (since,) = [number for number in judgement.numbers if number.label == "perplexity since calibration"]
     assert since.grade == "usable"
     assert since.value.startswith("10.20 \N{RIGHTWARDS ARROW} ")

@@ -131,8 +131,8 @@ def test_a_second_run_replaces_the_file_of_the_first_and_another_callback_only_w
         ),
         ("m.gguf", r'one of the same model in float: m.gguf. Got no base. Remedy: export_to=\{"m.gguf": \{"base": '),
         ("m.pte", "export_to writes no .pte file: m.pte. Expected a folder .* ends in .onnx, .pt2, .gguf"),
-        (["out", "out/m.onnx"], "a path of export_to is another one, or lies in it"),
-        (["m.onnx", "./m.onnx"], "a path of export_to is another one, or lies in it"),
+        (["out", "out/m.onnx"], "two paths of export_to are the same, or one lies inside the other"),
+        (["m.onnx", "./m.onnx"], "two paths of export_to are the same, or one lies inside the other"),
     ],
 )
 def test_a_wrong_export_to_is_refused_by_the_constructor(kind, export_to, message):
