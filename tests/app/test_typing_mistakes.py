@@ -44,7 +44,7 @@ ROWS = [
     ("budget=5", "budget: it belongs to task=plan"),
     ("runs=[a,b]", "runs: it belongs to task=compare"),
     ("model.learning_rate=1e-4", "it belongs to experiment=qat_"),
-    ("trainer.max_epochs=3", "is added, +trainer.max_epochs=..."),
+    ("trainer.max_epochs=3", "Add it with +trainer.max_epochs=..."),
     ("+schem=fp8", "no task reads an added key: schem"),
     ("~data", "data cannot be deleted"),
     # words that are no options
