@@ -147,7 +147,7 @@ def instructions(function, types, fixed, generation) -> str:
 
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in function.arg_names}
     source = ASTSource(fn=function, signature=signature, constexprs=fixed)
-    options = {"enable_fp_fusion": on_gpu._of_grid(NumberGrid.of(INT4))["enable_fp_fusion"]}
+    options = {"enable_fp_fusion": on_gpu._loop_arguments(NumberGrid.of(INT4))["enable_fp_fusion"]}
     made = triton.compile(source, target=GPUTarget("cuda", generation, 32), options=options)
     assert made.asm["cubin"]
     return " ".join(each for each in ("div.rn.f32", "cvt.rn.bf16", "fma.rn.f32") if each in made.asm["ptx"])
