@@ -63,6 +63,9 @@ BLOCK = 16
 class ModuleTwins:
     """A planned module, and its twins by name of the scheme.
 
+    :func:`~lightning_obs.sensitivity` makes one for each module that it calibrated, and passes all of them to
+    :func:`divergences`.
+
     The module is kept beside its name, because ``model.get_submodule(name)`` fails in a model with LoRA adapters or
     wrappers: a plan has the names of the merged model without wrappers.
     """
@@ -91,7 +94,7 @@ def divergences(
         model: the unquantized model; it is left as it was.
         batches: the arguments of the model for each call.
         twins: by module name, the twins of all schemes.
-        groups: sets of modules, each of which gets one estimate.
+        groups: names of the modules of each group; a group gets one estimate for each scheme.
         seed: of the random signs.
 
     Returns:
@@ -198,8 +201,8 @@ def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitSt
 def weights_shared(twins: ModuleTwins) -> Iterator[None]:
     """Load the parameters of a module, if they are offloaded, and give them to its twins inside the ``with`` block.
 
-    Entered wherever twins compute, here and in :mod:`.sensitivity`. After the block the twins share whatever the module
-    holds (meta tensors, if it is offloaded).
+    Entered here when the twins' forwards are quantized and each time that twins run, and by :mod:`.sensitivity` to
+    compute weight errors. After the block the twins share whatever the module holds (meta tensors, if it is offloaded).
     """
     with onloaded(twins.module):
         _lend_parameters(twins)
@@ -259,8 +262,8 @@ def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, tor
 def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes) -> Callable[..., torch.Tensor | None]:
     """Make a forward hook that runs a module's twins when backward reaches the module's output.
 
-    For each twin, the difference of its output to the module's, multiplied by the gradient and summed over channels,
-    goes to ``changes``.
+    For each twin, the difference between its output and the module's is multiplied by the gradient, summed over
+    channels, and added to ``changes``. A call whose output is empty, or is not a tensor, is skipped.
 
     Args:
         name: of the module.

@@ -38,6 +38,9 @@ _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2*
 class MixedPlan:
     """A scheme for each module, with the size and the estimated loss; made by :func:`plan_of`.
 
+    :func:`choose_schemes` and :func:`frontier` return plans. The command line (``app/tasks/choosing.py``) reports them,
+    and calibrates with the config of the chosen plan.
+
     Attributes:
         schemes: by module name, the name of the scheme.
         loss: the sum of the groups' estimated losses, in the unit that :attr:`Sensitivity.method` names.
@@ -55,17 +58,19 @@ class MixedPlan:
 
     @property
     def bits(self) -> float:
-        """Bits per weight on average, scales included."""
+        """Bits per weight on average, scales included; for :meth:`row` and the command line's label of a plan."""
         bits = 8 * self.size
         return bits / self.weights
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many modules have each scheme, by name of the scheme."""
+        """How many modules have each scheme, by name of the scheme; for :meth:`row` and the command line's tables."""
         return dict(Counter(self.schemes.values()))
 
     def row(self, name: str = "") -> dict[str, Any]:
         """The plan as a dict, a point in the report's picture of the frontier.
+
+        The command line calls it for every plan in this picture, before it writes the report.
 
         Args:
             name: the scheme, for a plan with one scheme for all modules; empty for mixed plans.
@@ -93,8 +98,9 @@ def mixed_precision(
 ) -> QuantizationConfig:
     """Choose one of several schemes for each layer, so that the model's predictions change least within a budget.
 
-    This is :func:`~lightning_obs.sensitivity` followed by :func:`choose_schemes`. Call the two yourself to see the
-    estimated losses, to try several budgets, or for the frontier.
+    Users call it before a calibration, with the result as its scheme. It is :func:`~lightning_obs.sensitivity` followed
+    by :func:`choose_schemes`. Call these two functions yourself, as the command line does, to see the estimated losses,
+    to try several budgets, or for the frontier.
 
     Args:
         model: a module whose output is logits; it is not changed.
@@ -141,7 +147,8 @@ def choose_schemes(
 ) -> MixedPlan:
     """Return the plan with the least estimated loss within a budget.
 
-    Called by :func:`mixed_precision`, and by the command line (``app/tasks/choosing.py``).
+    Called after :func:`.sensitivity`: by :func:`mixed_precision`, by the command line (``app/tasks/choosing.py``), by
+    users, and without a budget by :func:`frontier`.
 
     Args:
         measured: losses and sizes of all groups and candidates.
@@ -196,7 +203,8 @@ def _require_finite_losses(measured: Sensitivity) -> None:
 def plan_of(measured: Sensitivity, schemes: str | Mapping[str, str]) -> MixedPlan:
     """Make the plan that follows from a scheme for all modules, or from a scheme for each module.
 
-    The solver's solution becomes a plan here. The command line also makes the plans of a single scheme for its picture.
+    :func:`_solve` calls it with the solver's solution. The command line calls it with each single scheme, for its
+    picture.
 
     Args:
         measured: losses and sizes of all groups and candidates.
@@ -241,8 +249,8 @@ def _scheme_of_group(group: Group, schemes: str | Mapping[str, str], candidates:
 def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, float] | None = None) -> list[MixedPlan]:
     """Return the best plan for each of several budgets, smallest first.
 
-    Budgets go from the smallest possible size to the size of the best plan without a budget. The command line calls
-    this for its table and picture.
+    Budgets go from the smallest possible size to the size of the best plan without a budget. The command line
+    (``app/tasks/choosing.py``) calls it for its table and picture.
 
     Args:
         measured: losses and sizes of all groups and candidates.
@@ -264,6 +272,8 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
 
 def budget_in_bytes(budget: float | str, weights: int) -> int:
     """Convert a budget to bytes; a CalibrationError if it cannot be read.
+
+    Called by :func:`choose_schemes`, and by the command line to refuse a wrong budget before it loads the model.
 
     Args:
         budget: bits per weight, or text with a unit of bytes.
@@ -294,7 +304,8 @@ def budget_in_bytes(budget: float | str, weights: int) -> int:
 def require_solver() -> None:
     """Raise a :class:`CalibrationError` if scipy, which solves the knapsack, is not installed.
 
-    Called before anything is measured: by :func:`mixed_precision` and by the command line (``app/tasks/choosing.py``).
+    Called before anything is measured, by :func:`mixed_precision` and by the command line (``app/tasks/choosing.py``),
+    and by :func:`_solve` for users who measured on their own.
     """
     import_package("scipy.optimize", "a choice of schemes within a budget")
 
@@ -317,7 +328,8 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
     losses = _flat([group.losses for group in measured.groups], candidates)
     sizes = _flat([group.sizes for group in measured.groups], candidates)
     # Losses are divided by their mean, because HiGHS' tolerances are absolute. Among equal losses, the small term for
-    # the size prefers the smaller candidate.
+    # the size prefers the smaller candidate. HiGHS stops once a plan's cost is proven to be within 0.01 % of the least
+    # (mip_rel_gap).
     mean_loss = max(losses.mean(), np.finfo(float).tiny)
     largest_size = max(sizes.max(), 1.0)
     cost = losses / mean_loss + 1e-6 * sizes / largest_size
@@ -369,7 +381,7 @@ def _constraints(measured: Sensitivity, sizes: Any, limit: int | None, shares: M
     """The solver's linear constraints: one scheme for each group, the limit in bytes, each scheme's share of weights.
 
     Args:
-        measured: of the groups and candidates.
+        measured: the numbers of weights and the names of the candidates.
         sizes: the bytes of each binary variable (:func:`_flat`).
         limit: bytes; None: no limit.
         shares: by scheme, the largest share of the weights that may have it.
@@ -424,7 +436,8 @@ def config_of(
 ) -> QuantizationConfig | None:
     """A config with one group for each different pair of label and scheme; None if no module has a scheme.
 
-    Called for a plan of mixed schemes (the label is the candidate's name) and for a choice of observers.
+    Called by :func:`plan_of`, with the candidate's name as the label, and by :mod:`.observer_choice`, whose labels name
+    the chosen observers. A label that several different schemes have gets a number.
 
     Args:
         modules: by module name, a label and the module's scheme; None: the module stays in full precision.

@@ -78,7 +78,7 @@ class ObserverChoice:
 
     @property
     def counts(self) -> dict[str, Counter[str]]:
-        """By base name, how many tensors got each candidate."""
+        """By base name, how many tensors got each candidate; for :attr:`scores`."""
         counts: dict[str, Counter[str]] = {}
         for base_name in self.losses:
             counts[base_name] = Counter()
@@ -89,7 +89,7 @@ class ObserverChoice:
         return counts
 
     def table(self) -> Table:
-        """The candidates and the choice, as a table for ``rich.print``."""
+        """The candidates and the choice, as a table for ``rich.print``; the command line prints it after the choice."""
         table = Table("of", "observer", title="observers", title_justify="left", box=None, pad_edge=False)
         table.add_column("estimated loss", justify="right")
         table.add_column("tensors", justify="right")
@@ -101,7 +101,10 @@ class ObserverChoice:
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """A dict for each candidate and for the choice: ``{"of", "observer", "loss", "tensors"}``; for reports."""
+        """A dict for each candidate and for the choice: ``{"of", "observer", "loss", "tensors"}``.
+
+        Read by :meth:`table`, and by the callback (``callbacks/results.py``) and the command line for their reports.
+        """
         rows = []
         for base_name, losses in self.losses.items():
             tensors = self.counts[base_name]
@@ -124,6 +127,9 @@ def choose_observers(
     **options: Unpack[OptionKeywords],
 ) -> ObserverChoice:
     """Find the observer of each weight and each static input that changes the model's predictions least.
+
+    Called by users and by the command line (``app/tasks/choosing.py``) before a calibration, and at the end of a
+    validation by ``CalibrationCallback(observers="auto")``, with the batches that it kept.
 
     Args:
         model: a module whose output is logits; it is not changed.
@@ -285,8 +291,9 @@ def fitting_candidates(
 ) -> dict[str, dict[str, _ObserverSpec]]:
     """Return the candidates that fit scheme, model and engines, by base name and label.
 
-    Called by :func:`choose_observers`. Before a run, ``CalibrationCallback(observers="auto")`` and the command line
-    call it to refuse candidates before any data. A report calls it to decide whether to propose a choice of observers.
+    Called by :func:`choose_observers`. ``CalibrationCallback(observers="auto")`` and the command line also call it
+    before a run, to refuse wrong candidates before any data, and ``callbacks/possible_steps.py`` calls it for the
+    report, to decide whether to propose a choice of observers.
 
     Args:
         model: the module that is calibrated; it is not changed.

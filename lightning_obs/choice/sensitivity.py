@@ -56,11 +56,11 @@ class Group:
     """Modules that get one scheme together: a fused set, the experts of a layer, or one module.
 
     Attributes:
-        names: of the modules.
-        weights: how many numbers their weights have.
+        names: the names of the modules.
+        weights: how many numbers the modules' weights have.
         losses: by name of the candidate, the estimated loss if the whole group has it, in the unit that
             :attr:`Sensitivity.method` names.
-        sizes: by name of the candidate, the bytes of their weights and scales in a checkpoint.
+        sizes: by name of the candidate, the bytes of the modules' weights and scales in a checkpoint.
 
     :func:`sensitivity` makes the groups; ``choose_schemes`` and ``choose_observers`` choose a candidate for each.
     """
@@ -75,6 +75,8 @@ class Group:
 class Sensitivity:
     """The estimated loss of each candidate in each layer, as :func:`sensitivity` returns it.
 
+    ``choose_schemes``, ``frontier`` and ``choose_observers`` choose by it; the command line also reports it.
+
     Attributes:
         groups: the modules in groups that must have one scheme, in the model's order.
         layers: by name of the candidate and of the module, the loss of the module alone.
@@ -84,7 +86,7 @@ class Sensitivity:
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: losses are relative squared errors of the weights, which need no data and say little
             about the model.
-        tokens: how many predictions were measured.
+        tokens: how many predictions were measured; 0 without data.
         alone: whether a plan may use only one scheme and full precision, because an engine reads only one scheme.
     """
 
@@ -98,17 +100,20 @@ class Sensitivity:
 
     @property
     def weights(self) -> int:
-        """How many numbers the weights of all groups have."""
+        """How many numbers the weights of all groups have; budgets in bits per weight refer to it."""
         return sum(group.weights for group in self.groups)
 
     @property
     def candidates(self) -> list[str]:
-        """Names of the candidates, full precision included."""
+        """Names of the candidates, full precision included; ``choose_schemes`` chooses one of them for each group."""
         return list(self.groups[0].sizes)
 
     @property
     def least(self) -> int:
-        """Bytes of all weights and scales if each group has its smallest candidate: the smallest possible plan."""
+        """Bytes of all weights and scales if each group has its smallest candidate: the smallest possible plan.
+
+        ``frontier`` starts at this size; ``choose_schemes`` names it in the error for a budget that is too small.
+        """
         smallest_sizes = [min(group.sizes.values()) for group in self.groups]
         return sum(smallest_sizes)
 
@@ -156,7 +161,7 @@ def sensitivity(
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
-    if engines:  # _sessions asks them: there a refusal leaves the candidate out, here it would be an error
+    if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
         options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
     schemes_by_name = _by_name(schemes)
@@ -291,8 +296,8 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
     """Make the options of one candidate, whose own fields take precedence over the options of all candidates.
 
-    Called here for each candidate's session; by :mod:`.observer_choice`, to see whether a candidate fits; and by
-    the command line before any data.
+    Called by :func:`sensitivity` for each candidate's session; by :mod:`.observer_choice`, to see whether a candidate
+    fits; and by the command line (``app/tasks/choosing.py``) to refuse wrong candidates before it loads any data.
 
     Args:
         candidate: a scheme, or a dict of ``scheme`` and other fields.

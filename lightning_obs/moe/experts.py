@@ -99,7 +99,7 @@ class LinearExperts(nn.Module):
 
     @property
     def experts(self) -> list[nn.Module]:
-        """The experts in order."""
+        """The experts in order, for :func:`expert_containers` and :meth:`SortedExperts.forward`."""
         return [self.get_submodule(str(index)) for index in range(self.num_experts)]
 
     def forward(
@@ -152,12 +152,15 @@ class SortedExperts(LinearExperts):
     bits.
     """
 
-    #: True while a calibration observes: an expert then runs only on the tokens that were routed to it, and its output
-    #: for all other tokens is zero
+    #: True while a calibration observes (``calibration/expert_tokens.py`` sets it): an expert then runs only on the
+    #: tokens that were routed to it, and its output for all other tokens is zero
     only_sent = False
 
     def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
         """Run every expert on its part of the input; the model's mixture layer calls this.
+
+        With ``only_sent``, tokens that are zero are left out: an expert runs only on the tokens that were routed to it,
+        and while it runs, ``rows`` holds their indices.
 
         Args:
             hidden_states: ``(experts x tokens, hidden)``: all tokens, weighted for expert 0, then all tokens, weighted
@@ -193,12 +196,14 @@ class SortedExperts(LinearExperts):
 def linearize_experts(model: nn.Module) -> list[str]:
     """Replace every module that stacks experts in 3-D parameters by a module with a Linear per expert and projection.
 
-    Call it before a calibration that should quantize experts, and before you make optimizers. Outputs stay the same.
-    They have the bits of transformers' ``eager`` experts wherever a matrix product does not depend on how many columns
-    are computed together (on the CPU that was tried it does not, in float32 and bfloat16). With biases (gpt-oss), in
-    Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers are added in another
-    order and the last bits differ. Weights are copied one layer at a time. Dtype, device, ``requires_grad`` and
-    training mode are kept; forward hooks on the stacked module are not.
+    Users call it before a calibration that should quantize experts, and before they make optimizers. The command line
+    (``model.linearize_experts``) and ``streaming/source.py`` call it right after they load a language model.
+
+    Outputs stay the same. They have the bits of transformers' ``eager`` experts wherever a matrix product does not
+    depend on how many columns are computed together (on the CPU that was tried it does not, in float32 and bfloat16).
+    With biases (gpt-oss), in Llama 4, and compared with other implementations (``grouped_mm``, ``batched_mm``), numbers
+    are added in another order and the last bits differ. Weights are copied one layer at a time. Dtype, device,
+    ``requires_grad`` and training mode are kept; forward hooks on the stacked module are not.
 
     Args:
         model: changed in place. Its ``state_dict`` has other keys afterwards.
@@ -238,14 +243,18 @@ def linearize_experts(model: nn.Module) -> list[str]:
 def fused_experts(model: nn.Module) -> dict[str, nn.Module]:
     """By name, the modules that hold experts in 3-D parameters.
 
-    :func:`linearize_experts` replaces them. Before a calibration, the planning and the checks of transformers' engine
-    look for experts that are still stacked.
+    :func:`linearize_experts` replaces them. The planning and the checks of transformers' engine look for experts that
+    are still stacked, and ``streaming/source.py`` for the stacks in a checkpoint's files.
     """
     return {name: module for name, module in model.named_modules() if _stacks_experts(name, module)}
 
 
 def linear_experts(model: nn.Module) -> dict[str, LinearExperts]:
-    """By name, every :class:`LinearExperts` of a model; for the checks of engines and the files of a checkpoint."""
+    """By name, every :class:`LinearExperts` of a model.
+
+    Called by :func:`split_experts` and :func:`routers`, by the checks of engines, and by
+    ``streaming/quantized_files.py`` before it writes a checkpoint file by file.
+    """
     return {name: module for name, module in model.named_modules() if isinstance(module, LinearExperts)}
 
 
@@ -514,6 +523,7 @@ def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) 
         expected = stacked_forward(module, *inputs).double()
         error = (experts(*inputs).double() - expected).norm()
         size = expected.norm()
+    # Sums in another order differ only by their rounding, which is larger in dtypes of 16 bits.
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
     if bool(expected.isfinite().all()) and error > tolerance * size:
         raise CalibrationError(

@@ -151,7 +151,10 @@ def input_sums(observer: ByInputsObserver) -> torch.Tensor:
 
 
 def squares_in(moments: torch.Tensor) -> torch.Tensor:
-    """The squares in sums or means of squares ``(C,)`` (all of them) or of products ``(..., C, C)`` (the diagonal)."""
+    """The squares in sums or means of squares ``(C,)`` (all of them) or of products ``(..., C, C)`` (the diagonal).
+
+    For :func:`relative_moments` and :func:`settle_zero_inputs`.
+    """
     if moments.ndim == 1:
         return moments
     return moments.diagonal(dim1=-2, dim2=-1)
@@ -161,7 +164,7 @@ def relative_moments(observer: ByInputsObserver) -> torch.Tensor | None:
     """The second moments of the inputs, in float32, divided by their mean ``E[x_j ** 2]`` over the channels j.
 
     Called by :meth:`ByInputsObserver.forward` before the search. The result has the shape of the observer's sum. It is
-    None if no inputs were observed, or if all were zero, which says nothing about the columns of the weight.
+    None if no inputs were observed, or if all inputs were zero: zeros say nothing about the columns of the weight.
 
     Raises:
         CalibrationError: no inputs were observed, and ``strict`` is True.

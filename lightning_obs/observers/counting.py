@@ -89,8 +89,8 @@ class CountingObserver(Observer):
     def nonfinite_statistics(self) -> str | None:
         """A text with the numbers of NaN and infinite values, for an error; None if there are none.
 
-        The base class checks the range, whose NaN a reduction over ranks may lose. The counts are integers, so the
-        number of NaN is read from the bins of NaN.
+        Called before ranks reduce statistics, and before qparams are computed. The base class checks the range, whose
+        NaN a reduction over ranks may lose. The counts are integers, so the number of NaN is read from the bins of NaN.
         """
         problems = []
         of_ranges = super().nonfinite_statistics()
@@ -240,7 +240,10 @@ class HistogramObserver(PercentileObserver):
 
     @override
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Delete the statistics, as the base class does, and the last search."""
+        """Delete the statistics, as the base class does, and the last search.
+
+        Calibration calls it when an observation starts over.
+        """
         super().reset(keep)
         self._searched = None
 

@@ -40,6 +40,7 @@ from lightning_obs.observers.statistic import Statistic
 _WIDEST_BLOCK = 128
 #: a rounding that weighs tokens gathers the products of the gradients of up to this many outputs, which take 1 GiB. A
 #: language model's head has more outputs (its vocabulary); their products would be larger than the model.
+#: ``calibration/observation.py`` reads it when it makes the observers of these gradients.
 MOST_OUTPUTS = 1 << 14
 # Added to the diagonal, whose mean is 1: columns whose inputs are all zero are then searched for the least squared
 # error of the weight.
@@ -65,7 +66,7 @@ class LocalHessianObserver(ByInputsObserver):
         grid (float): number of candidates per unit of p. Default: 36.
         expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
             because FP4 has no number between 4 and 6, and 1 in other formats.
-        norm (float): 2, the exponent of a quadratic form.
+        norm (float): must be 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
             symmetric integer formats. Default: False.
         strict (bool): whether it is an error if no inputs of the module were observed. False: all columns then have
@@ -124,13 +125,17 @@ class LocalHessianObserver(ByInputsObserver):
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For an input ``(..., C)``: the sum of ``x x^T`` in blocks, ``(T, t, t)``, and the number of tokens.
 
-        The base class calls it for each batch of inputs and adds up the results.
+        ``observe_inputs_shared`` calls it for each batch of inputs; the observer adds up the results.
         """
         return channel_products(value, block_width(self.args, value.shape[-1]))
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
-        """Search each scale's range by its blocks of the Hessian, ``moments`` ``(T, t, t)``; ``g_idx`` must be None."""
+        """Search each scale's range by its blocks of the Hessian, ``moments`` ``(T, t, t)``; ``g_idx`` must be None.
+
+        The base class calls it when finalize passes the weight ``value`` to the observer. ``moments`` is changed in
+        place.
+        """
         blocks, width, _ = moments.shape
         channels = blocks * width
         columns = value.shape[-1]
@@ -192,10 +197,10 @@ class HessianObserver(LocalHessianObserver):
         damping (float): share of the mean of H's diagonal that is added to the diagonal, at least 0. Default: 0.1.
         maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.64.
         grid (float): number of candidates per unit of the factor on the range. Default: 36.
-        patience (int): 0, all candidates are visited.
+        patience (int): must be 0: all candidates are visited.
         expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
             because FP4 has no number between 4 and 6, and 1 in other formats.
-        norm (float): 2, the exponent of a quadratic form.
+        norm (float): must be 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
             symmetric integer formats. Default: False.
         strict (bool): whether it is an error if no inputs of the module were observed. False: all columns then have
@@ -220,13 +225,19 @@ class HessianObserver(LocalHessianObserver):
 
     @override
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For an input ``(..., C)``: the sum of ``x x^T``, ``(C, C)``, and the number of tokens."""
+        """For an input ``(..., C)``: the sum of ``x x^T``, ``(C, C)``, and the number of tokens.
+
+        ``observe_inputs_shared`` calls it for each batch of inputs; the observer adds up the results.
+        """
         products, number = channel_products(value, value.shape[-1])
         return products[0], number
 
     @override
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
-        """Search the ranges of each row together by the Hessian ``moments`` ``(C, C)``; ``g_idx`` must be None."""
+        """Search the ranges of each row together by the Hessian ``moments`` ``(C, C)``; ``g_idx`` must be None.
+
+        The base class calls it when finalize passes the weight ``value`` to the observer.
+        """
         channels = len(moments)
         fits = value.shape[-1] == channels
         require_fit(self, channels, value, fits and g_idx is None)

@@ -78,7 +78,7 @@ class IMatrixMSEObserver(ByInputsObserver):
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For an input ``(..., C)``: the sum of the squares of each channel, ``(C,)``, and the number of tokens.
 
-        The base class calls it for each batch of inputs and adds up the results.
+        ``observe_inputs_shared`` calls it for each batch of inputs; the observer adds up the results.
         """
         return channel_squares(value)
 

@@ -109,7 +109,7 @@ class MovingAverageObserver(Observer):
     @override
     def combine(self, measured: Sequence[torch.Tensor]) -> None:
         """Average a tensor's range with the range so far; the base class calls it for each tensor."""
-        low, high, *further = measured
+        low, high, *further = measured  # further: statistics that a subclass declares after the range; not averaged
         if self.has_statistics and self.averaging_constant != 1:
             c = self.averaging_constant
             low = self.min_vals * (1 - c) + low * c

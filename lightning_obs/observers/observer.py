@@ -195,8 +195,9 @@ class Observer(Statistics, Registry):
         self.kind = (type(self), base_name, repr(self.args))
         #: the observers of the other modules that engines fuse with this module: q, k and v; gate and up
         self._fused_observers: list[Observer] = []
-        #: dtype of the module's weight, set by the owner: qparams get at least this dtype, also if autocast makes the
-        #: observed values narrower
+        #: dtype in which the module's scales are stored, that of its weight (in attention, of its first parameter);
+        #: ``calibration/observation.py`` sets it when it makes the observer. qparams get at least this dtype, also if
+        #: autocast makes the observed values narrower. None: the module has no parameter.
         self.qparams_dtype: torch.dtype | None = None
         set_hyperparameters(self, kwargs)
         #: how the weight is rounded once its scales are chosen; None: to nearest
@@ -214,13 +215,17 @@ class Observer(Statistics, Registry):
     # ------------------------------------------------------------------ phase 1
 
     def __call__(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
-        """Observe one tensor: call :meth:`forward`. Hooks call it with activations, finalize with weights."""
+        """Observe one tensor: call :meth:`forward`.
+
+        Finalize calls it with a weight. Hooks call :func:`observe_shared` for an activation, which calls this only if
+        the class overrides ``update_statistics_from_observed``.
+        """
         return self.forward(value, g_idx)
 
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         """Flatten one tensor and update the statistics with it; an empty tensor changes nothing.
 
-        Called by :meth:`__call__`: for activations at each forward of the module, for a weight once at the end.
+        Called by :meth:`__call__`.
 
         Args:
             value: in one of the shapes that :func:`flatten_for_calibration` lists.
@@ -237,7 +242,8 @@ class Observer(Statistics, Registry):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Update the statistics with a flattened tensor ``(num_observations, *qparam_shape, group_size)``.
 
-        Called by :meth:`forward` for each tensor. A user's class overrides this method, or :meth:`measure`.
+        Called by :meth:`forward` for each tensor. A user's class overrides this method, or :meth:`measure`, whose
+        result is combined with the statistics here.
         """
         measured = self.measure(observed)
         self.combine(measured)
@@ -245,8 +251,9 @@ class Observer(Statistics, Registry):
     def measure(self, observed: torch.Tensor) -> Sequence[torch.Tensor]:
         """Compute the statistics of one flattened tensor, in the order of ``statistics``; a subclass writes it.
 
-        Called for each observed tensor, once for all observers of one kind that read it. So the result may depend only
-        on the tensor, ``args`` and the hyperparameters.
+        Called by :meth:`update_statistics_from_observed` for a weight, and by :func:`observe_shared` for an activation,
+        there once for all observers of one kind that read the tensor. So the result may depend only on the tensor,
+        ``args`` and the hyperparameters.
         """
         raise NotImplementedError(
             f"{type(self).__name__} must implement update_statistics_from_observed, or statistics and measure"
@@ -259,7 +266,9 @@ class Observer(Statistics, Registry):
     def observe_inputs(self, value: torch.Tensor) -> None:
         """Update the statistics of inputs with an input ``(..., C)`` of the module whose weight is observed.
 
-        Hooks call it at each forward of the module if ``needs_inputs`` is True. An empty input changes nothing.
+        :func:`observe_inputs_shared` calls it for a class that overrides this method. ``calibration/token_weights.py``
+        calls it for observers of gradients, ``calibration/hold_out.py`` for samples of inputs. An empty input changes
+        nothing.
         """
         if not hasattr(self, "measure_inputs"):
             raise NotImplementedError(f"{type(self).__name__} must implement measure_inputs or observe_inputs")
@@ -273,8 +282,9 @@ class Observer(Statistics, Registry):
     def get_min_max(self) -> MinMaxTuple:
         """The smallest and the largest value of each range, ``(*qparam_shape,)``, in the units of the observed tensor.
 
-        Called by :meth:`get_qparams`, by members of the fused set, and by finalize for the report. A subclass whose
-        statistics are not ``min_vals`` and ``max_vals`` overrides it.
+        Called by :meth:`get_qparams`, by members of the fused set, by finalize for the report, and by calibration for
+        outputs that only a ReLU reads and for experts that borrow a range. A subclass whose statistics are not
+        ``min_vals`` and ``max_vals`` overrides it.
 
         Raises:
             CalibrationError: nothing was observed.
@@ -322,8 +332,8 @@ class Observer(Statistics, Registry):
     def fuse(observers: Sequence[Observer], join_ranges: bool = False) -> None:
         """Make observers share one global scale (q, k, v; gate, up). Each keeps the others in ``_fused_observers``.
 
-        Called when the observers of a plan are made, and again when an expert without data borrows the ranges of
-        others.
+        Called by ``calibration/observation.py`` when it makes the observers of a plan, and again by
+        ``calibration/expert_tokens.py`` when an expert without data borrows the ranges of other experts.
 
         Args:
             observers: the observers of the modules of one fused set, for the same base name.
@@ -352,7 +362,8 @@ class Observer(Statistics, Registry):
 def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
     """Combine the statistics of one tensor with an observer's statistics so far, as its class declares it.
 
-    Called for each observed tensor and each observed input.
+    Called by the observer's ``combine`` for each observed tensor, and for each observed input by ``observe_inputs`` and
+    :func:`observe_inputs_shared`.
 
     Args:
         observer: its statistics are replaced by the combined ones.
@@ -420,7 +431,11 @@ def set_hyperparameters(observer: Observer, kwargs: dict[str, Any]) -> None:
 
 
 def declared_hyperparameters(cls: type) -> dict[str, Any]:
-    """The hyperparameters that a class and its parents declare, with their defaults; a subclass's default wins."""
+    """The hyperparameters that a class and its parents declare, with their defaults; a subclass's default wins.
+
+    For :func:`set_hyperparameters`, and for the observer ``histogram``, which compares its hyperparameters with those
+    of an earlier search.
+    """
     defaults: dict[str, Any] = {}
     for ancestor in reversed(cls.__mro__):
         defaults.update(vars(ancestor).get("hyperparameters") or {})
@@ -519,7 +534,8 @@ def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hasha
 def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dict[Hashable, Any]) -> None:
     """Observe a module's input ``(..., C)`` for the observer of its weight; other modules may read the input, too.
 
-    A hook calls it in place of ``observer.observe_inputs(value)``.
+    A hook calls it in place of ``observer.observe_inputs(value)``. ``calibration/hold_out.py`` calls it for batches
+    that are kept out of a fit, and ``calibration/paired_inputs.py`` for pairs of full-precision and quantized inputs.
 
     Args:
         observer: of a weight, with ``needs_inputs``; one that overrides ``observe_inputs`` is called without sharing.

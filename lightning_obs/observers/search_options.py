@@ -34,7 +34,7 @@ class SearchOptions:
         norm: exponent of the error.
         expand: factor on the observed range before the search, at least 1.
         signed: whether scales may be negative.
-        to_the_end: whether the end ``1 - maxshrink`` is a factor, too.
+        to_the_end: whether the last step that is not below ``1 - maxshrink`` is a factor, too (:attr:`factors`).
     """
 
     maxshrink: float
@@ -60,6 +60,7 @@ class SearchOptions:
     def widest(self, num_bits: int) -> float:
         """The widest candidate, as a factor on the observed range, for a format of so many bits.
 
+        For :meth:`search_on`, and for the observer ``local_hessian``, which needs a global scale before its search.
         With signed scales, it is wider by ``codes / (codes - 1)``, so that its scale has the magnitude of the widest
         candidate's positive scale (:func:`~lightning_obs.numerics.qparams.signed_scale`).
         """

@@ -122,10 +122,12 @@ class Statistics:
     #: declarations as llm-compressor's observers have them: statistic -> reduction over ranks
     _act_sync_dict: ClassVar[dict[str, Any]] = {}
 
-    #: whether the observer of a weight also needs the module's inputs; hooks then call ``observe_inputs``
+    #: whether the observer of a weight also needs the module's inputs; hooks then pass each input to the observer
+    #: (:func:`.observe_inputs_shared`)
     needs_inputs = False
 
-    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest of all observed values
+    #: whether ``min_vals`` and ``max_vals`` are the smallest and the largest of all observed values; finalize then
+    #: reports them, and no helper has to observe the extremes of inputs
     keeps_extremes = False
 
     #: attributes that the observer's owner sets: ``reset`` keeps them, and they are no statistics
@@ -204,7 +206,8 @@ class Statistics:
     def reset(self, keep: Collection[str] = ()) -> None:
         """Delete all statistics, except those named in ``keep``; settings and hyperparameters stay.
 
-        Called when an observation starts over, before a weight is observed again, and to free memory.
+        Called by calibration when an observation starts over and before a weight is observed again, and by
+        ``choice/sensitivity.py`` to free memory.
         """
         if self._declares_all:  # making a new observer, as below, takes much longer
             for statistic in self.statistics:
@@ -256,7 +259,8 @@ class Statistics:
 def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
     """The statistics that an observer declares, in ``statistics`` or in ``_act_sync_dict``.
 
-    Called wherever statistics are combined, reduced over ranks, or saved.
+    Called by the other functions here, and wherever statistics are combined (``observer.py``), reduced over ranks
+    (``ranks/sync.py``) or saved (``calibration/saved_state.py``).
     """
     if observer._declares_all and "_act_sync_dict" not in vars(observer):
         return observer.statistics
@@ -266,7 +270,8 @@ def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
 def input_statistics(observer: Statistics) -> list[str]:
     """The names of the statistics that an observer of a weight gathers from the module's inputs.
 
-    Finalize keeps them when it resets the observer to observe the weight again.
+    Finalize keeps these statistics when it resets the observer to observe the weight again. Also called by
+    :func:`lacks_inputs`, and where calibration subtracts the inputs of batches that it keeps out.
     """
     return [statistic.name for statistic in declared_statistics(observer) if statistic.of_inputs]
 
@@ -274,7 +279,8 @@ def input_statistics(observer: Statistics) -> list[str]:
 def observes_data(observer: Statistics) -> bool:
     """Whether an observer's statistics depend on data: those of activations, and of weights with their inputs.
 
-    Asked when an observation is set up; the others need no hooks.
+    Asked when an observation is set up: an observer for which it is False gets no hooks. Also asked when a checkpoint
+    is quantized without data, which refuses observers for which it is True.
     """
     return observer.base_name != "weight" or observer.needs_inputs
 
@@ -282,7 +288,8 @@ def observes_data(observer: Statistics) -> bool:
 def lacks_inputs(observer: Statistics) -> bool:
     """Whether an observer of a weight requires inputs of the module and has observed none.
 
-    False if its hyperparameter ``strict`` is False. Asked before the weight is searched.
+    False if its hyperparameter ``strict`` is False. Asked before the weight is searched: by ``observers/by_inputs.py``,
+    and in training by ``fine_tuning/quantized_training.py``, which then waits for inputs.
     """
     if not observer.needs_inputs or not getattr(observer, "strict", True):
         return False
@@ -292,8 +299,9 @@ def lacks_inputs(observer: Statistics) -> bool:
 def is_reached(observer: Statistics) -> bool:
     """Whether an observer has observed all data that it needs.
 
-    That is its tensor, or, for a weight that is observed at the end, the inputs of the module. Ranks ask it at the end
-    of an observation, to find modules that no data reached.
+    An observer needs its tensor, or, for a weight that is observed at the end, the inputs of the module. Asked at the
+    end of an observation by ``ranks/sync.py`` and ``calibration/expert_tokens.py``, to find modules that no data
+    reached.
     """
     return observer.has_statistics or (observer.needs_inputs and not lacks_inputs(observer))
 
@@ -302,7 +310,7 @@ def merges_extremes_only(observer: Statistics) -> bool:
     """Whether an observer's statistics are only minima and maxima.
 
     Tensor parallelism allows no other observers of activations: its ranks see the same data, or different features of
-    the same data, which sums would count twice. Asked before a calibration starts.
+    the same data, which sums would count twice. ``callbacks/strategies.py`` asks it before a calibration starts.
     """
     reductions = {statistic.reduction for statistic in declared_statistics(observer)}
     return observer.keeps_extremes and reductions <= {"min", "max"}
@@ -326,7 +334,8 @@ def observing(observer: Statistics) -> Iterator[None]:
 def new_like(observer: Any) -> Any:
     """A new observer of the same class, base name and hyperparameters, without statistics.
 
-    Made to find out which attributes observing sets, and as a temporary observer of segments.
+    Made by ``get_statistics`` and ``reset`` to find out which attributes observing sets, and by ``segments.py`` as a
+    temporary observer that combines the statistics of many.
     """
     return type(observer)(observer.base_name, observer.args)
 

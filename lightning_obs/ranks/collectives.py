@@ -1,8 +1,8 @@
-"""How a rank talks to the others, a reduction of tensors and a gather of objects, and how a rank's failure reaches all.
+"""Communication between ranks: to reduce tensors, to gather objects, and to raise one rank's failure on all ranks.
 
-A callback makes the :class:`Collectives` from Lightning's strategy (``callbacks/strategies.py``), other callers from
-``torch.distributed``. It is passed to all code that runs on several ranks. A *collective* is a call that every rank
-must make: a rank that makes it waits for the others.
+A callback makes a :class:`Collectives` from Lightning's strategy (``callbacks/strategies.py``), other callers from
+``torch.distributed``. The object is passed to all code that runs on several ranks. A *collective* is a call that every
+rank must make: a rank that makes it waits for the others.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
 def all_ranks_answer() -> Iterator[None]:
     """A context around a collective that turns its failure into an error that points at the other ranks.
 
-    Used around the collectives that this package calls.
+    Entered for each collective: in this file, in ``callbacks/strategies.py``, where sharded weights are gathered
+    (``model/weight.py``), and where checksums are added up (``model/module_qparams.py``). An error that says that
+    memory ran out is raised as it is.
 
     Raises:
         CalibrationError: the collective failed or did not end within the group's time limit.
@@ -118,6 +120,7 @@ class Stretch:
     The other ranks enter the next collective whatever happens here, so this rank must enter it, too. A ``with`` block
     of the object keeps the first error in :attr:`failure`. After the block, pass the failure on with the next
     collective, or call :meth:`agree`. In a single process no other rank waits, so the block raises the error at once.
+    Finalize, ``calibration/saved_state.py``, ``ranks/sync.py`` and :func:`on_all_ranks` make these objects.
 
     Args:
         collectives: of this rank.
@@ -141,14 +144,19 @@ class Stretch:
         return True
 
     def keep(self, error: Exception) -> None:
-        """Keep an error for :meth:`agree`, unless an earlier error is kept. Also called for errors caught elsewhere."""
+        """Keep an error for :meth:`agree`, unless an earlier error is kept.
+
+        Called when a ``with`` block of the object fails, and by ``ranks/reduction.py`` and the searches of weights for
+        an error that they caught or got from :func:`.share_weights`.
+        """
         if self.failure is None:
             self.failure = error
 
     def agree(self) -> None:
         """Raise the first failure of any rank on all ranks, if there is one. It is a collective.
 
-        Called when the work between two collectives is done.
+        Called when the work between two collectives is done: by finalize, ``calibration/saved_state.py`` and
+        :func:`on_all_ranks`.
 
         Raises:
             CalibrationError: the same on every rank; it names the rank that failed.

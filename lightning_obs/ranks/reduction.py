@@ -79,7 +79,11 @@ class Form(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether only its occupied blocks are sent: True for counts that are long enough to make this worthwhile."""
+        """Whether only its occupied blocks are sent: True for counts that are long enough to make this worthwhile.
+
+        Their length must be a multiple of eight blocks, because :func:`occupied_blocks` packs a bit for each block into
+        bytes.
+        """
         is_count = self.reduction == "sum" and self.dtype == torch.int64
         return is_count and self.numel >= 16 * BLOCK and self.numel % (8 * BLOCK) == 0
 
@@ -100,7 +104,10 @@ class SharedStatistic(NamedTuple):
 
 @dataclass(frozen=True)
 class _Entry:
-    """A statistic to pack, and this rank's value of it for each observer; no values if this rank does not hold it."""
+    """A statistic to pack, and this rank's value of it for each observer; no values if this rank does not hold it.
+
+    :func:`_reduce_bucket` makes one for each statistic of a bucket.
+    """
 
     statistic: SharedStatistic
     values: list[torch.Tensor] = field(default_factory=list)

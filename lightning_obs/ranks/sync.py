@@ -53,6 +53,8 @@ _REMEDY = "declare SUM, AVG, MIN or MAX of a tensor in _act_sync_dict."
 class Synced:
     """The result of :func:`sync_statistics` or :func:`share_weights`; the same on every rank, except for ``failure``.
 
+    Read by their callers: finalize, ``calibration/saved_state.py`` and ``calibration/sharded_weights.py``.
+
     Attributes:
         unreached: observers that no data reached on any rank, sorted.
         owners: for each weight, the rank that searches its range (:func:`partition`).
@@ -79,8 +81,8 @@ def sync_statistics(
 ) -> Synced:
     """Replace the statistics of every observer by those of all ranks' data. Every rank must call it.
 
-    Called by finalize at the end of an observation, and when an incomplete observation is saved. Afterwards, an
-    observer that observed nothing on this rank has statistics, too.
+    Called by finalize at the end of an observation, and by ``calibration/saved_state.py`` when an incomplete
+    observation is saved. Afterwards, an observer that observed nothing on this rank has the other ranks' statistics.
 
     Args:
         observers: this rank's observers, by module name and base name; other ranks may hold other observers.
@@ -143,7 +145,7 @@ def share_weights(
 def partition(sizes: Sequence[int], ranks: int, holders: Sequence[Iterable[int]] | None = None) -> list[int]:
     """Assign items of work to ranks: largest first, each to the rank with the least work so far.
 
-    Called to distribute the search of weights.
+    :func:`_assign_weights` calls it to decide which rank searches the range of which weight.
 
     Args:
         sizes: the amount of work of each item.
@@ -178,7 +180,8 @@ def _sync(
 ) -> Synced:
     """Describe this rank's statistics, exchange descriptions, reduce, and load the result into the observers.
 
-    The common part of :func:`sync_statistics` and :func:`share_weights`.
+    The common part of :func:`sync_statistics` and :func:`share_weights`. At the end, the statistics of all observers
+    are marked as finite, because NaN or infinity on any rank is an error here.
 
     Args:
         observers: of this rank.
@@ -369,7 +372,8 @@ def _occupied_blocks_of(
 def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
     """Raise a CalibrationError for statistics that are not tensors, numbers, strings, or lists, sets, dicts of these.
 
-    Called before statistics are sent to other ranks, and before they are saved.
+    Called by :func:`_describe` before statistics are sent to other ranks, and by ``calibration/saved_state.py`` before
+    they are saved.
 
     Args:
         statistics: by observer and name.
