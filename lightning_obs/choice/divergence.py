@@ -95,7 +95,7 @@ def divergences(
         batches: the arguments of the model for each call.
         twins: by module name, the twins of all schemes.
         groups: names of the modules of each group; a group gets one estimate for each scheme.
-        seed: of the random signs.
+        seed: the seed of the random signs of the first batch; each further batch has the next seed.
 
     Returns:
         The estimates in nats per prediction, by scheme and group, and the number of predictions.

@@ -106,12 +106,13 @@ def mixed_precision(
         model: a module whose output is logits; it is not changed.
         batches: batches to measure on, and to calibrate the candidates that need data. None: the errors of the weights
             decide, without data.
-        schemes: candidates, with their observers and rounding: as :func:`~lightning_obs.sensitivity` takes them.
+        schemes: the candidates: names of presets, or ``{name: scheme}``; None is full precision. A scheme may be a dict
+            of ``scheme``, ``observers``, ``rounding``... (see :func:`~lightning_obs.sensitivity`).
         budget: bits per weight on average over all modules that the candidates target, scales included (``4.5``), or
             bytes (``"90 MB"``); None: no limit.
         at_most: by name of a scheme, the largest share of the weights that may have it (``{"W8A8": 0.1}``).
-        calibration: as for :func:`~lightning_obs.sensitivity`.
-        seed: as for :func:`~lightning_obs.sensitivity`.
+        calibration: batches for candidates that observe data; default: ``batches``.
+        seed: the seed of the random signs with which losses are estimated.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``, ``fused_sets``...).
             ``engines=["vllm", "llama.cpp"]``: the plan is one that all of them take.
 

@@ -134,12 +134,13 @@ def choose_observers(
     Args:
         model: a module whose output is logits; it is not changed.
         batches: batches to observe. Without ``held_out``, every second batch is scored and not observed.
-        scheme: as for :class:`~lightning_obs.CalibrationSession`; its kv cache stays as it is.
+        scheme: the scheme whose observers are chosen: the name of a preset, a config, or all options of a calibration;
+            its kv cache stays as it is.
         candidates: by base name (input, weight), names of observers, or dicts of name and hyperparameters. A dict for a
             weight may hold ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; without it,
             weights are rounded as the scheme says. Default: the candidates of :data:`CANDIDATES` that fit the scheme.
         held_out: batches to score on.
-        seed: as for :func:`~lightning_obs.sensitivity`.
+        seed: the seed of the random signs with which losses are estimated; all candidates get the same signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
     Raises:

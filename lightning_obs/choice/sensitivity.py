@@ -142,7 +142,7 @@ def sensitivity(
             its scheme is a dict of ``scheme`` and fields of :class:`~lightning_obs.CalibrationOptions`:
             ``{"scheme": "W4A16", "observers": {"weight": {"name": "hessian", "signed": True}}, "rounding": "gptq"}``.
         calibration: batches for candidates that observe data; default: ``batches``.
-        seed: of the random signs.
+        seed: the seed of the random signs (:mod:`.divergence`).
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
             Candidates that one of ``engines`` refuses are left out, with a warning.
 

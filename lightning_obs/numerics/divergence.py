@@ -51,16 +51,19 @@ class HeadLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits."""
+        """The shape of the logits; :func:`divergence` compares it with the student's."""
         return torch.Size([*self.hidden.shape[:-1], len(self.weight)])
 
     def flat(self) -> HeadLogits:
-        """The same logits as ``(positions, classes)``."""
+        """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
         return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
 
     @torch.no_grad()
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
-        """Compute the logits ``(rows, classes)`` of some rows and classes. The object must come from :meth:`flat`."""
+        """Compute the logits ``(rows, classes)`` of some rows and classes. The object must be flat (:meth:`flat`).
+
+        Called for each block of the student's logits, and once more for each block in a backward.
+        """
         hidden = self.hidden[rows]
         bias = None if self.bias is None else self.bias[classes].to(hidden.dtype)
         return F.linear(hidden, self.weight[classes].to(hidden.dtype), bias)
@@ -70,22 +73,26 @@ class HeadLogits:
 class TensorLogits:
     """Logits that are in memory, ``(..., classes)``, on any device; they get no gradient.
 
-    Made by ``callbacks/distillation.py`` for other teachers, and here for a teacher that is given as a tensor.
+    Made by ``callbacks/distillation.py`` in each training step for a teacher whose logits must be computed whole, by
+    :func:`divergence` for a teacher that is given as a tensor, and by :func:`compare`.
     """
 
     tensor: torch.Tensor
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the logits."""
+        """The shape of the logits; :func:`divergence` compares it with the student's."""
         return self.tensor.shape
 
     def flat(self) -> TensorLogits:
-        """The same logits as ``(positions, classes)``."""
+        """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
         return TensorLogits(self.tensor.detach().reshape(-1, self.tensor.shape[-1]))
 
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
-        """The logits ``(rows, classes)`` of some rows and classes. The object must come from :meth:`flat`."""
+        """The logits ``(rows, classes)`` of some rows and classes. The object must be flat (:meth:`flat`).
+
+        Called for each block of the student's logits, and once more for each block in a backward.
+        """
         if isinstance(rows, torch.Tensor):
             rows = rows.to(self.tensor.device)
         return self.tensor[rows, classes]

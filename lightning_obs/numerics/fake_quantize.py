@@ -56,7 +56,8 @@ def fake_quantize(
     """Quantize and dequantize with given parameters, so that gradients pass.
 
     The quantized forward (``forward/quantized_tensors.py``) calls it in each call of a module for its weight, inputs
-    and outputs with calibrated scales; export (``checkpoint/entries.py``) for weights on an accelerator.
+    and outputs with calibrated scales, and packed weights (``model/packed_weight.py``) for the inputs and outputs of
+    their modules; export (``checkpoint/entries.py``) calls it for weights on an accelerator.
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
@@ -123,7 +124,8 @@ def fake_quantize_without_graph(
 ) -> torch.Tensor:
     """Quantize and dequantize as :func:`fake_quantize`, bit for bit, without gradient.
 
-    ``forward/recomputed_product.py`` calls it for a module in training: in the forward, and again in the backward.
+    The quantizers of ``forward/quantized_tensors.py`` call it for a module in training: in the forward, and again in
+    the backward. ``calibration/fit_errors.py`` calls it to estimate the error of a weight that is rounded to nearest.
 
     Args:
         value, scale, zero_point, args, global_scale: as of :func:`fake_quantize`.
@@ -139,7 +141,8 @@ def fake_quantize_dynamic(
 ) -> torch.Tensor:
     """Quantize and dequantize with the range of the value itself, as compressed-tensors does at run time.
 
-    The quantized forward calls it for every activation whose scheme is dynamic.
+    The quantized forward (``forward/quantized_tensors.py``) and packed weights (``model/packed_weight.py``) call it in
+    each call of a module for an activation whose scheme is dynamic.
 
     Args:
         value: an activation ``(..., C)``.
@@ -214,7 +217,7 @@ def learned_scale(
 def straight_through(value: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
     """``quantized`` in the dtype of ``value``, to which the gradient goes unchanged.
 
-    Called by :func:`learned_scale`, and by the quantized forward for weights that GPTQ rounded.
+    Called by :func:`learned_scale`, and by the quantized forward for weights that GPTQ rounded and for rounded biases.
     """
     return _with_gradient(value, quantized.to(value.dtype))
 
@@ -366,8 +369,9 @@ def clip_gradient_(
 ) -> torch.Tensor:
     """Turn the gradient at :func:`fake_quantize`'s result into the gradient at its value: zero where it was clipped.
 
-    The backward of a module in training calls it for the weight (``forward/recomputed_product.py``). In float32 it
-    takes two passes and no mask; a value within a rounding error of the clip bound may count as clipped or not.
+    The quantizers of ``forward/quantized_tensors.py`` call it in the backward of a module in training, for the weight.
+    In float32 it takes two passes and no mask; a value within a rounding error of the clip bound may count as clipped
+    or not.
 
     Args:
         gradient: at the result. It may be changed in place, so the caller must not use it afterwards.
@@ -505,7 +509,8 @@ def dequantize(
 ) -> torch.Tensor:
     """The weight ``(R, C)`` in float32 that the levels of a grid stand for; ``scale`` gets a gradient.
 
-    Called for a weight that GPTQ rounded, whose levels are fixed: by the quantized forward, and by export.
+    Called for a weight that GPTQ rounded, whose levels are fixed: by the quantized forward, by export
+    (``checkpoint/entries.py``), and by ``calibration/fit_errors.py`` to estimate the weight's error.
     """
     step = scale.float()
     if global_scale is not None:

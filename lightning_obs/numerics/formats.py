@@ -27,7 +27,8 @@ class NumberFormat(NamedTuple):
         mantissa: number of bits of the mantissa, without the implied one.
         smallest: exponent of the smallest normal number.
         last: the largest number.
-        codes: a dtype of one byte that holds these numbers; the report counts its patterns.
+        codes: a dtype of one byte that holds these numbers; rounding returns levels in it, and the report counts its
+            patterns.
         dtype: torch's dtype of exactly these numbers; None: torch has no such dtype.
         mx_mantissa: for MX, where a scale is a power of two: number of mantissa bits to which compressed-tensors rounds
             the largest magnitude before it takes the power of two.

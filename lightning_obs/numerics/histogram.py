@@ -36,6 +36,7 @@ from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.qparams import compute_qparams, observed_range, tile_size
 
+# One bin for each bit pattern of bfloat16.
 BINS = 1 << 16
 # Values that are counted at once on a CPU: a tile takes memory for its values and for the index of each value's bin.
 _TILE = 1 << 22
@@ -62,7 +63,7 @@ class Histogram(NamedTuple):
 class Support(NamedTuple):
     """The B occupied bins of one scale: their ``values``, ascending in float32, and ``counts`` in int64, ``(B,)`` each.
 
-    The criteria and the report read it; :func:`support` makes it from counts.
+    :func:`support` makes it from counts. The counting observers, the range search and the report read it.
     """
 
     values: torch.Tensor
@@ -400,7 +401,7 @@ def _ascending(counts: torch.Tensor) -> torch.Tensor:
 
 
 def value_of(bins: torch.Tensor) -> torch.Tensor:
-    """The value in bfloat16 that each bin index stands for."""
+    """The value in bfloat16 that each bin index stands for; called wherever counts are read (in this file)."""
     return bins.to(torch.uint16).view(torch.bfloat16)
 
 
@@ -408,7 +409,8 @@ def value_of(bins: torch.Tensor) -> torch.Tensor:
 def every_value(device: torch.device) -> torch.Tensor:
     """The values of all bins, ``(65536,)`` in bfloat16, with zero in place of NaN; the caller must not write to it.
 
-    Computed once for each accelerator, when a range search first counts a long bfloat16 row there.
+    ``search/rows.py`` calls it on an accelerator for each tensor with long bfloat16 rows; the values are computed once
+    for each device.
     """
     with torch.inference_mode(False):
         bins = torch.arange(BINS, device=device)

@@ -31,7 +31,9 @@ _TILE = 1 << 16
 class Moments(NamedTuple):
     """The moments of the values of each scale: their number, sum and sum of squares.
 
-    ``number`` (values per scale) is ``(1,)`` in int64; ``sums`` and ``squares`` are ``(*Q,)`` in float64.
+    :func:`measure_moments` makes one for each batch; ``normal_observer`` adds them up and passes the sums to
+    :func:`mean_and_std`. ``number`` (values per scale) is ``(1,)`` in int64; ``sums`` and ``squares`` are ``(*Q,)`` in
+    float64.
     """
 
     number: torch.Tensor

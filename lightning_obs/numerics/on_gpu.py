@@ -220,7 +220,7 @@ def measure_ranges(
     has_few_rows = rows <= _FEW_ROWS
     tile = _VALUES_OF_WARP if has_few_rows else _TILE
     columns = min(tile, _power(size))
-    side = max(1, _VALUES_OF_WARP // columns)
+    side = max(1, _VALUES_OF_WARP // columns)  # rows of a program
     pieces = -(-size // columns)
     is_whole = pieces == 1
     if is_whole:
@@ -234,6 +234,7 @@ def measure_ranges(
     zero_point = None
     if half is None:
         scale, zero_point = candidates.qparams(grid)
+    # The loop takes a pointer for each tensor; one that it does not read may point to any tensor.
     unused = candidates.factors if scale is None else scale
     optional = (importance, scale, zero_point)
     pointers = [unused if tensor is None else tensor.contiguous() for tensor in optional]

@@ -144,7 +144,7 @@ def _flatten_activation(value: torch.Tensor, args: QuantizationArgs) -> torch.Te
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each.
 
-    Called by :func:`observed_range`, and by range searches for the ranges that they shrink.
+    Called by :func:`observed_range`, and by range searches (``search/rows.py``) for the ranges that they shrink.
     """
     if view.shape[:2].numel() == 1:
         low, high = torch.aminmax(view)  # limited by memory bandwidth, in torch's own threads
@@ -171,7 +171,7 @@ def _is_fast_in_torch(view: torch.Tensor) -> bool:
 def observed_range(observed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value per scale, ``(*Q,)`` each, of ``(N, *Q, G)``.
 
-    Called by the min-max observers for each observed tensor, by range searches, and for the exact ends of a histogram.
+    Called by the min-max observers for each observed tensor, and by ``histogram.py`` for the exact ends of a histogram.
     """
     shape = observed.shape[1:-1]
     rows = observed.flatten(1, -2).transpose(0, 1)
@@ -200,7 +200,8 @@ def rows_per_scale(args: QuantizationArgs) -> int | None:
 def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int, int]:
     """The number of rows and of columns of a weight that one scale covers.
 
-    Called by observers that weigh columns by inputs, before they search the weight.
+    Called by observers before they search a weight: by those that weigh columns by inputs, and to find out whether
+    blocks divide the weight (``observers/search_options.py``).
 
     Args:
         args: strategy, group size and block structure.
@@ -299,8 +300,9 @@ def keep_range_readable(args: QuantizationArgs, device: torch.device) -> None:
 def exact_products() -> Iterator[None]:
     """A context in which float32 matrices are multiplied in float32.
 
-    It overrides ``torch.set_float32_matmul_precision``. Hessians are summed, ranges searched by Hessians, and weights
-    rounded in it, because with TF32's ten bits of mantissa a sum of ``x x^T`` may become singular.
+    It overrides ``torch.set_float32_matmul_precision``. Hessians are summed (``moments.py``), ranges searched by
+    Hessians (``search/``), weights rounded (``rounding.py``) and their errors estimated (``calibration/fit_errors.py``)
+    in it, because with TF32's ten bits of mantissa a sum of ``x x^T`` may become singular.
     """
     usual_values = []
     for settings, name, exact_value in _product_settings():
@@ -379,7 +381,8 @@ def compute_qparams(
 ) -> QParamsDict:
     """The scale and zero point of each range.
 
-    Called by every observer's ``get_qparams`` once its range is chosen, and by the entropy criterion for candidates.
+    Called by every observer's ``get_qparams`` once its range is chosen, by ``calibration/quantized_outputs.py`` for
+    outputs that only a ReLU reads, and by the entropy criterion (``histogram.py``) for candidate ranges.
 
     Args:
         min_vals: smallest values ``(*qparam_shape,)``; the range is widened to contain zero.
@@ -436,7 +439,8 @@ def can_be_signed(base_name: str, args: QuantizationArgs) -> bool:
     """Whether scales of a tensor may be negative: only for weights in symmetric integer formats.
 
     False where scales are rounded to a dtype of one byte, because such dtypes are meant for magnitudes. Called by an
-    observer's constructor, and where the scales of a checkpoint are checked.
+    observer's constructor, and by ``schemes/planned_modules.py`` and ``app/models/pretrained.py`` when the scales of a
+    checkpoint are checked.
     """
     if base_name != "weight" or args.type != QuantizationType.INT:
         return False
@@ -448,7 +452,7 @@ def rounding_of(args: QuantizationArgs) -> RoundingOptions | None:
     """The options of the rounding in ``observer_kwargs``; None: a weight is rounded to nearest.
 
     Called by every observer's constructor, so that a wrong option is refused before any data is read, and by
-    calibration when it rounds.
+    ``schemes/config.py`` to find out whether a scheme rounds weights, and on which inputs.
 
     Raises:
         CalibrationError: an unknown name or option, or a value that is not allowed.

@@ -1,6 +1,7 @@
 """Round a weight by GPTQ, so that its module's output changes little, with scales that are fixed before.
 
-``calibration/weight_rounding.py`` calls it for each weight whose scheme asks for ``rounding``, once scales are chosen.
+``calibration/weight_rounding.py`` calls :func:`round_by_hessian` for each weight whose scheme asks for ``rounding``,
+once scales are chosen.
 
 Method. The columns are rounded one after the other, each to the nearest level, and the columns that follow compensate
 for the error of column i: ``w[j] -= (w[i] - q[i]) * U[i, j] / U[i, i]``, where U is the upper Cholesky factor of the

@@ -1,6 +1,7 @@
 """The option ``rounding`` of a scheme: how a weight is rounded once its scales are chosen.
 
-``qparams.rounding_of`` reads it from ``observer_kwargs``; calibration acts on it.
+``qparams.rounding_of`` reads the option from ``observer_kwargs`` when an observer or a plan is made;
+``calibration/weight_rounding.py`` rounds by it at the end of a calibration.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _CORRECTION = 0.5
 
 @dataclass(frozen=True)
 class RoundingOptions:
-    """The options of a rounding. The constructor checks them and replaces None by the default.
+    """The options of a rounding. The constructor checks them, and replaces a ``correction`` of None by the default.
 
     Args:
         name: ``"gptq"``.
@@ -63,7 +64,8 @@ class RoundingOptions:
     def on_quantized_inputs(self) -> bool:
         """Whether the model has to run block by block, each block on the outputs of the quantized blocks before it.
 
-        ``schemes/config.py`` asks it to decide whether calibration goes stepwise.
+        Asked by ``schemes/config.py`` for a whole scheme, before a calibration: its answer decides whether the
+        calibration goes block by block.
         """
         return self.inputs == "quantized"
 

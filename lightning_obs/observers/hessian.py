@@ -111,8 +111,9 @@ class LocalHessianObserver(ByInputsObserver):
     def search_of(self, observed: torch.Tensor) -> GridSearch:
         """The options of the search, with a global scale, so that scales of a tensor_group are rounded as when stored.
 
-        The final global scale is known only after the search. But it is rounded to a power of two, and group scales are
-        rounded alike for any power of two, so the global scale of the widest candidates is used.
+        Called by :meth:`search_by_moments` and, without inputs, by the base class's ``measure``. The final global scale
+        is known only after the search. But it is rounded to a power of two, and group scales are rounded alike for any
+        power of two, so the global scale of the widest candidates is used.
         """
         options = options_of(self, to_the_end=True)
         magnitude = observed.abs().amax().float().reshape(1)

@@ -63,8 +63,12 @@ class LatticeObserver(MemorylessMSEObserver):
     Keyword Args:
         signed (bool): whether scales may be negative, in symmetric formats. A grid with the integers ``-7 ... 8`` needs
             a negative scale, as Q4_0 has where the largest value is positive. Default: True where the format allows it.
-        maxshrink, patience, grid, norm, expand: the search where there is no grid, with the meanings and defaults of
-            ``memoryless_mse``.
+        maxshrink (float): where there is no grid, how much of the range may be given up, in [0, 1]. Default: 0.2.
+        patience (int): where there is no grid, the search ends after this many candidates in a row without an
+            improvement of any scale. Default: 5.
+        grid (float): where there is no grid, number of candidates per unit of the factor on the range. Default: 100.
+        norm (float): where there is no grid, exponent of the error. Default: 2.4.
+        expand (float): where there is no grid, factor on the range before the search, at least 1. Default: 1.
 
     Raises:
         CalibrationError: the observed tensor is not a weight, or the format is not an integer format.

@@ -57,6 +57,9 @@ def _value_of(bits: Any) -> Any:
     return _of_float16
 
 
+# The three bodies of value_of. ``bits`` is an integer of the width in the name; the result is a float32.
+
+
 def _of_float32(bits: Any) -> Any:
     return np.uint32(bits).view(np.float32)
 

@@ -30,7 +30,10 @@ class GridSearch(NamedTuple):
 
     @property
     def limit(self) -> int | None:
-        """``patience``, at least 1; None if the search visits all factors anyway, so that it need not count."""
+        """``patience``, at least 1; None if the search visits all factors anyway, so that it need not count.
+
+        ``ranges.py`` reads it to find where a search ends.
+        """
         if self.patience is None:
             return None
         limit = max(1, self.patience)

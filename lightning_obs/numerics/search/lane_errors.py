@@ -34,7 +34,10 @@ _INFINITY = f32(np.inf)
 
 
 class Span(NamedTuple):
-    """Which rows a call of :func:`measure_rows` measures: rows ``start`` to ``stop`` of R rows with candidates."""
+    """Which rows a call of :func:`measure_rows` measures: rows ``start`` to ``stop`` of R rows with candidates.
+
+    ``numba_loop.py`` makes one for each call in a thread.
+    """
 
     first: int  # index of the first of the R rows in the tensor of values
     start: int  # index, among the R rows, of the first row to measure
@@ -43,21 +46,24 @@ class Span(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """How errors are measured."""
+    """How errors are measured; ``numba_loop.py`` makes one for each search loop."""
 
     numbers: Any  # the numbers of the format, ``arithmetic.Numbers``
     exponent: Any  # the exponent of an error, ``arithmetic.Exponent``
 
 
 class Outcome(NamedTuple):
-    """The result for R whole rows: which of C candidates improve which rows; as ``candidates.Improvements``."""
+    """The result for R whole rows: which of C candidates improve which rows.
+
+    ``numba_loop.py`` makes it, and returns its arrays as a ``candidates.Improvements``.
+    """
 
     improved: Any  # receives whether a candidate's error is below that of all candidates before it, (C, R)
     least: Any  # the least error of earlier candidates on each row; receives the least error of all, (R,)
 
 
 class Block(NamedTuple):
-    """Memory for a block of rows in lanes."""
+    """Memory for a block of rows in lanes; :func:`measure_rows` makes it, and fills it again for each block."""
 
     side: int  # number of rows of a full block
     values: Any  # (steps, LANES)

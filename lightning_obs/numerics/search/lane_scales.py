@@ -37,7 +37,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ScaleRule(NamedTuple):
-    """How the loop computes a scale from the magnitude of a range times a factor."""
+    """How the loop computes a scale from the magnitude of a range times a factor; :func:`scales_of` makes it."""
 
     divisor: Any  # the number of steps by which the magnitude is divided
     is_bfloat16: bool  # whether each result is rounded to bfloat16, the dtype of the range; else it is float32
@@ -47,7 +47,7 @@ class ScaleRule(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The candidates of R rows, as the loop reads them."""
+    """The candidates of R rows, as the loop reads them; :func:`scales_of` makes it for each call of the loop."""
 
     largest: Any  # magnitude of each row's range, (R,)
     factors: Any  # factors of the candidates, (C,)
@@ -83,6 +83,7 @@ def _rule_of(grid: NumberGrid, dtype: torch.dtype, half: float | None) -> ScaleR
     if half is not None:
         return ScaleRule(f32(half), dtype == torch.bfloat16, i32(0), i32(0), of_zero)
     assert grid.number is not None
+    # Half a unit of the last mantissa bit that is kept, among float32's 23 mantissa bits.
     mx_round = i32(1 << (22 - grid.number.mx_mantissa))
     mx_offset = i32(math.floor(math.log2(grid.high)))
     return ScaleRule(f32(1), dtype == torch.bfloat16, mx_round, mx_offset, of_zero)

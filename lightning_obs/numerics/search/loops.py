@@ -27,7 +27,10 @@ Loop = Callable[[Rows, slice, Candidates, GridSearch, torch.Tensor | None], Impr
 
 
 def loop_for(rows: Rows, search: GridSearch) -> Loop:
-    """The fastest loop that can measure these rows with the format of the search; ``ranges.py`` calls it."""
+    """The fastest loop that can measure these rows with the format of the search.
+
+    ``ranges.py`` calls it at the beginning of each search.
+    """
     if rows.hessian is None and on_gpu.can_run(rows.view):
         return _triton_loop
     if numba_loop.can_run(rows, search):

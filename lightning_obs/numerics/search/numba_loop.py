@@ -56,7 +56,18 @@ def _knows(grid: NumberGrid) -> bool:
 def measure(
     rows: Rows, part: slice, candidates: Candidates, search: GridSearch, least: torch.Tensor | None = None
 ) -> Improvements:
-    """Which candidates improve consecutive rows: the loop of a CPU, with the arguments of :data:`.loops.Loop`."""
+    """Which candidates improve consecutive rows: the loop of a CPU.
+
+    ``ranges.py`` calls it for one part of the rows after the other, if ``loops.loop_for`` has chosen it.
+
+    Args:
+        rows: all rows of the search.
+        part: the r consecutive rows that are measured.
+        candidates: the candidates of these r rows.
+        search: format and exponent.
+        least: the least errors of earlier candidates, ``(r,)`` as this loop returned them; None: there are no earlier
+            candidates.
+    """
     loop = _Loop(rows, search)
     scales = loop.lane_scales.scales_of(candidates, search.grid)
     if rows.are_long:

@@ -28,7 +28,18 @@ _SERIAL = (1 << 15) - 64
 def measure(
     rows: Rows, part: slice, candidates: Candidates, search: GridSearch, least: torch.Tensor | None = None
 ) -> Improvements:
-    """Which candidates improve consecutive rows: the loop of any device, with the arguments of :data:`.loops.Loop`."""
+    """Which candidates improve consecutive rows: the loop of any device.
+
+    ``ranges.py`` calls it for one part of the rows after the other, if ``loops.loop_for`` has chosen it.
+
+    Args:
+        rows: all rows of the search.
+        part: the r consecutive rows that are measured.
+        candidates: the candidates of these r rows.
+        search: format and exponent.
+        least: the least errors of earlier candidates, ``(r,)`` as this loop returned them; None: there are no earlier
+            candidates.
+    """
     length = _ERRORS // len(candidates.factors)
     flags = []
     least_errors = []
@@ -44,7 +55,10 @@ def measure(
 
 
 def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
-    """The errors of candidates on consecutive rows, ``(C, r)``; infinity where an error is not finite."""
+    """The errors of candidates on consecutive rows, ``(C, r)``; infinity where an error is not finite.
+
+    For :func:`measure`, which passes rows and their candidates, and the format and the exponent in ``search``.
+    """
     length = tile_size(rows.device, _TILE) // rows.size
     errors = []
     for tile in rows.parts(part, length):
