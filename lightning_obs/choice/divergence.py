@@ -180,8 +180,8 @@ def _watch_twins(name: str, twins: ModuleTwins, changes: _Changes, stack: ExitSt
     """Quantize the forwards of a module's twins, and hook the module so that backward runs the twins.
 
     Args:
-        name: of the module.
-        twins: of the module.
+        name: the name of the module.
+        twins: the module and its twins.
         changes: gets the changes of each twin.
         stack: restores the forwards and removes the hook.
     """
@@ -266,8 +266,8 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
     channels, and added to ``changes``. A call whose output is empty, or is not a tensor, is skipped.
 
     Args:
-        name: of the module.
-        twins: of the module.
+        name: the name of the module.
+        twins: the module and its twins.
         alike: the result of :func:`_first_alike`; twins with the same index share their quantized weight.
         changes: added to, by scheme and ``name``.
     """

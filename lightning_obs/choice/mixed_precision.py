@@ -153,8 +153,8 @@ def choose_schemes(
 
     Args:
         measured: losses and sizes of all groups and candidates.
-        budget: as for :func:`mixed_precision`.
-        at_most: as for :func:`mixed_precision`.
+        budget: bits per weight on average, or bytes (``"90 MB"``), as for :func:`mixed_precision`; None: no limit.
+        at_most: by name of a scheme, the largest share of the weights that may have it.
 
     Raises:
         CalibrationError: nothing fits the budget; an unknown scheme in ``at_most``, or a share outside [0, 1].
@@ -256,7 +256,7 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
     Args:
         measured: losses and sizes of all groups and candidates.
         points: how many budgets to try, evenly spaced. A plan that is best for several budgets is returned once.
-        at_most: as for :func:`mixed_precision`.
+        at_most: by name of a scheme, the largest share of the weights that may have it.
     """
     best = choose_schemes(measured, at_most=at_most)
     largest = max(best.size, measured.least)

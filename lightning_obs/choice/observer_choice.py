@@ -187,7 +187,7 @@ def _choose(
 
     Args:
         measured: the losses of all candidates, whose names are those that :func:`_key` makes.
-        candidates: by base name and label.
+        candidates: the observers to choose from, by base name and label.
         config: the scheme whose observers are chosen.
     """
     losses: dict[str, dict[str, float]] = {}
@@ -298,7 +298,7 @@ def fitting_candidates(
 
     Args:
         model: the module that is calibrated; it is not changed.
-        options: of the calibration whose observers are chosen.
+        options: the options of the calibration whose observers are chosen.
         candidates: the user's candidates, all of which must fit; None: those of :data:`CANDIDATES` that fit.
 
     Raises:

@@ -234,10 +234,10 @@ def _sessions(
     """Make a session for each candidate that no engine refuses; a warning names each candidate that is left out.
 
     Args:
-        model: of the sessions.
+        model: the model that the sessions calibrate.
         schemes: the candidates; full precision gets no session.
         engines: that must accept a candidate.
-        options: of all candidates.
+        options: the options of all candidates.
 
     Raises:
         CalibrationError: weights are in shards; a candidate does not fit the model; the engines refuse all candidates.
@@ -359,8 +359,8 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
 
     Args:
         model: that the batches run through.
-        sessions: by name of the candidate.
-        batches: of calibration data; None: there are none.
+        sessions: the candidates' sessions, by name of the candidate.
+        batches: the batches of calibration data; None: there are none.
     """
     twins: Twins = {}
     earlier_calibration = calibration_of(model)
@@ -481,10 +481,10 @@ def _group(
 
     Args:
         modules: all modules that a candidate quantizes, by name.
-        names: of the modules of the group.
+        names: the names of the modules of the group.
         schemes: names of the candidates.
-        losses: by candidate and group.
-        twins: by module name; a module has none under full precision.
+        losses: the estimated losses, by candidate and group.
+        twins: the twins of all modules, by module name; a module has no twin under full precision.
     """
     sizes = dict.fromkeys(schemes, 0)
     number = 0

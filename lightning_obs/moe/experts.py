@@ -80,7 +80,7 @@ class LinearExperts(nn.Module):
 
     Args:
         origin: the stacked module; its config, submodules and training mode are taken over.
-        experts: in order.
+        experts: the experts, in order.
     """
 
     def __init__(self, origin: nn.Module, experts: list[LinearExpert]) -> None:
@@ -457,7 +457,7 @@ def _copied_rows(
         module: the stacked module.
         stacks: the parameters of the stacked module, by name.
         role: gate, up or down.
-        index: of the expert.
+        index: the number of the expert in the stack.
         is_bias: whether to copy the bias.
     """
     joined = role != "down" and _joins_gate_and_up(module)
@@ -507,7 +507,7 @@ def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) 
     A class may compute something unexpected with parameters of the usual names.
 
     Args:
-        name: of the stacked module, for the error.
+        name: the name of the stacked module, for the error.
         module: the stacked module.
         experts: the Linears made of it.
 

@@ -192,8 +192,9 @@ def last_improvement(improved: torch.Tensor, is_visited: torch.Tensor | None = N
     Candidates are counted from 1; 0 says that no candidate improved the row. Called by a range search at its end.
 
     Args:
-        improved: from :class:`Improvements`, ``(C, R)``.
-        is_visited: from :func:`visited`, ``(C,)``; None: all candidates are visited.
+        improved: whether each candidate improved each row (:class:`Improvements`), ``(C, R)``.
+        is_visited: whether the search visits each candidate (:func:`visited`), ``(C,)``; None: all candidates are
+            visited.
 
     >>> improved = torch.tensor([[True, False], [True, False], [True, False]])
     >>> last_improvement(improved, torch.tensor([True, True, False])).tolist()

@@ -41,8 +41,8 @@ class HeadLogits:
 
     Attributes:
         hidden: the inputs of the head, ``(..., channels)``.
-        weight: of the head, ``(classes, channels)``.
-        bias: of the head, ``(classes,)`` or None.
+        weight: the head's weight, ``(classes, channels)``.
+        bias: the head's bias, ``(classes,)`` or None.
     """
 
     hidden: torch.Tensor
@@ -149,7 +149,7 @@ def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor,
     Called by ``report/predictions.py`` for each validation batch that is compared.
 
     Args:
-        logits: of the quantized model, ``(positions, classes)``.
+        logits: the logits of the quantized model, ``(positions, classes)``.
         original: logits of the original model at the same positions, on any device.
 
     Returns:

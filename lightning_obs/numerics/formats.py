@@ -127,7 +127,7 @@ class NumberGrid(NamedTuple):
 
     @classmethod
     def of(cls, args: QuantizationArgs, signed: bool = False, global_scale: torch.Tensor | None = None) -> NumberGrid:
-        """The grid of the format that ``args`` ask for; ``signed`` and ``global_scale`` as in the attributes."""
+        """The grid of the format that ``args`` ask for; ``signed`` and ``global_scale`` become its attributes."""
         number = format_of(args)
         if number is None:
             low = -(2.0 ** (args.num_bits - 1))

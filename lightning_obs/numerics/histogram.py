@@ -193,7 +193,7 @@ def percentile_range(
         counts: ``(65536,)``.
         low: exact smallest value, a scalar; the lower end if nothing is cut off (``k`` is n).
         high: exact largest value, a scalar; the upper end if nothing is cut off.
-        percentile: in percent, in (50, 100].
+        percentile: the share of values to cover, in percent, in (50, 100].
 
     Returns:
         The lower and the upper end, scalars in the dtype of ``low``.

@@ -64,7 +64,7 @@ def all_positive(tensors: Iterable[torch.Tensor], absolute: bool = False) -> boo
     take few launches; large tensors are not copied.
 
     Args:
-        tensors: of any shapes, dtypes and devices.
+        tensors: tensors of any shapes, dtypes and devices.
         absolute: check the absolute values, for scales that may be negative.
 
     >>> all_positive([torch.ones(2), torch.tensor([0.5])])

@@ -205,7 +205,7 @@ def covered_by_scale(args: QuantizationArgs, shape: Sequence[int]) -> tuple[int,
 
     Args:
         args: strategy, group size and block structure.
-        shape: of the weight, ``(R, C)``.
+        shape: the weight's shape, ``(R, C)``.
     """
     columns = shape[1]
     rows = rows_per_scale(args) or shape[0]

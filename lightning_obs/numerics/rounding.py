@@ -60,7 +60,7 @@ def round_by_hessian(
 
     Args:
         weight: ``(R, C)``.
-        qparams: as compressed-tensors stores them for ``args``; not changed.
+        qparams: scale, zero point and global scale, as compressed-tensors stores them for ``args``; not changed.
         args: number format and strategy.
         hessian: ``(C, C)``, the sum or mean of ``x x^T`` over the module's inputs. A column that no input reached
             (zero on the diagonal) is rounded to nearest.

@@ -204,7 +204,7 @@ def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
     are.
 
     Args:
-        observers: of any class; those that have observed no inputs are ignored.
+        observers: observers of any class; those that have observed no inputs are ignored.
 
     Returns:
         The observers whose inputs were all zero.

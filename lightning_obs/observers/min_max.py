@@ -124,7 +124,7 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
     Keyword Args:
         averaging_constant (float): the weight of the newest tensor, in (0, 1]. 1 keeps the newest range only. Default:
             0.01.
-        signed (bool): as in ``memoryless_minmax``.
+        signed (bool): whether scales of weights may be negative, as in ``memoryless_minmax``. Default: False.
 
     Raises:
         CalibrationError: ``averaging_constant`` outside (0, 1].

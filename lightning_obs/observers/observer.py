@@ -228,7 +228,7 @@ class Observer(Statistics, Registry):
         Called by :meth:`__call__`.
 
         Args:
-            value: in one of the shapes that :func:`flatten_for_calibration` lists.
+            value: the tensor, in one of the shapes that :func:`flatten_for_calibration` lists.
             g_idx: for a weight in activation order, the group of each column; else None.
 
         Returns:
@@ -447,7 +447,7 @@ def require(observer: Observer, name: str, is_valid: bool, expected: str) -> Non
 
     Args:
         observer: has the hyperparameter as an attribute.
-        name: of the hyperparameter.
+        name: the name of the hyperparameter.
         is_valid: whether the caller has found its value valid.
         expected: the values that are valid, for the error.
     """
@@ -516,7 +516,8 @@ def observe_shared(observer: Observer, value: torch.Tensor, measured: dict[Hasha
     """Observe an activation that other modules may read, too; a hook calls it in place of ``observer(value)``.
 
     Args:
-        observer: of any class; one that overrides ``update_statistics_from_observed`` is called without sharing.
+        observer: an observer of any class; one that overrides ``update_statistics_from_observed`` is called without
+            sharing.
         value: the tensor; an empty tensor changes nothing.
         measured: the measurements of ``value`` so far, by kind of observer; a new measurement is added.
     """
@@ -538,9 +539,10 @@ def observe_inputs_shared(observer: Observer, value: torch.Tensor, measured: dic
     that are kept out of a fit, and ``calibration/paired_inputs.py`` for pairs of full-precision and quantized inputs.
 
     Args:
-        observer: of a weight, with ``needs_inputs``; one that overrides ``observe_inputs`` is called without sharing.
+        observer: an observer of a weight, with ``needs_inputs``; one that overrides ``observe_inputs`` is called
+            without sharing.
         value: the input; an empty input changes nothing.
-        measured: as in :func:`observe_shared`.
+        measured: the measurements of ``value`` so far, by kind of observer; a new measurement is added.
     """
     observes_itself = type(observer).observe_inputs is not Observer.observe_inputs
     if observes_itself or not hasattr(observer, "measure_inputs") or not value.numel():

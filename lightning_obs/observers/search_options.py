@@ -80,8 +80,8 @@ def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
 
     Args:
         observer: has the hyperparameters as attributes.
-        to_the_end: for observers that search by inputs: try the last step, too, and visit all candidates if patience is
-            0. llm-compressor's ``imatrix_mse`` does so.
+        to_the_end: True for observers that search by inputs: try the last step, too, and visit all candidates if
+            patience is 0. llm-compressor's ``imatrix_mse`` does so.
     """
     options = {}
     for field in fields(SearchOptions):

@@ -76,7 +76,7 @@ def _combine_together(observers: Sequence[Any], segments: Sequence[Sequence[torc
     The statistics of all observers are stacked, and one temporary observer combines the stacks.
 
     Args:
-        observers: of one kind; either all or none of them have statistics.
+        observers: observers of one kind; either all or none of them have statistics.
         segments: for each observer, the statistics of its segment, in the order of the declaration.
     """
     if not observers:

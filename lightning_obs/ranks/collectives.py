@@ -123,7 +123,7 @@ class Stretch:
     Finalize, ``calibration/saved_state.py``, ``ranks/sync.py`` and :func:`on_all_ranks` make these objects.
 
     Args:
-        collectives: of this rank.
+        collectives: the collectives of this rank.
         failure: an earlier error of this rank that has not been raised yet.
 
     Attributes:

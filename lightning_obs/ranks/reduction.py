@@ -127,8 +127,8 @@ def reduce_statistics(
 
     Args:
         statistics: the statistics to reduce, the same list on every rank.
-        observers: of this rank. They are read, not changed.
-        collectives: of this rank.
+        observers: this rank's observers. They are read, not changed.
+        collectives: the collectives of this rank.
         stretch: keeps a failure of this rank; the rank still takes part in all reductions.
 
     Yields:

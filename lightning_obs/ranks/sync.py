@@ -86,7 +86,7 @@ def sync_statistics(
 
     Args:
         observers: this rank's observers, by module name and base name; other ranks may hold other observers.
-        collectives: of this rank.
+        collectives: the collectives of this rank.
         weights: number of elements of each weight that this rank holds; the weights are assigned to ranks, which then
             search their ranges.
         failure: an earlier failure of this rank, to be raised on all ranks.
@@ -122,7 +122,7 @@ def share_weights(
         observers: observers of the weights that this rank holds.
         owners: the rank that searches each of these weights (:attr:`Synced.owners`).
         search: a function that lets the observer of a key observe its weight; called for the keys that this rank owns.
-        collectives: of this rank.
+        collectives: the collectives of this rank.
         failure: an earlier failure of this rank, to be raised on all ranks; this rank then searches nothing.
 
     Raises:
@@ -184,8 +184,8 @@ def _sync(
     are marked as finite, because NaN or infinity on any rank is an error here.
 
     Args:
-        observers: of this rank.
-        collectives: of this rank.
+        observers: this rank's observers, by module name and base name.
+        collectives: the collectives of this rank.
         counted: the observers whose statistics this rank contributes; its other observers only receive statistics.
         description: holds this rank's weights and note; the other fields are filled in here.
         failure: an earlier failure of this rank.
@@ -312,8 +312,8 @@ def _form_of(key: Key, observer: Observer, name: str, reduction: str, value: Any
     """The form of a statistic that is to be reduced over ranks.
 
     Args:
-        key: of the observer, for the error.
-        observer: for the error.
+        key: the observer's module name and base name, for the error.
+        observer: the observer, for the error.
         name: the name of the statistic.
         reduction: its declared reduction.
         value: this rank's value.
@@ -376,7 +376,7 @@ def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy
     they are saved.
 
     Args:
-        statistics: by observer and name.
+        statistics: the values of the statistics, by observer and name.
         what: the error's first sentence, which says why such statistics are refused.
         remedy: the remedy in the error.
     """

@@ -25,8 +25,8 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
     Args:
         bits: memory of the tensor, as signed integers.
         infinity: the bit pattern of infinity in the tensor's dtype.
-        strides: of the tensor, in elements.
-        shape: of the tensor, ``(A, B, N, G)``.
+        strides: the tensor's strides, in elements.
+        shape: the tensor's shape, ``(A, B, N, G)``.
         ends: ``(2, A, B)``, bit patterns; receives the result.
     """
     mask = np.int32(0x7FFFFFFF if bits.itemsize == 4 else 0x7FFF)

@@ -258,7 +258,7 @@ def error_of(value: Any, inverse: Any, scale: Any, low: Any, high: Any, steps: A
     Args:
         value: the value, in any unit.
         inverse: one over the scale.
-        scale: in the unit of the value.
+        scale: the scale, in the unit of the value.
         low: the smallest number of the format, less the zero point.
         high: the largest number of the format, less the zero point.
         steps: where the numbers between them are. Formats with a zero point hold integers, which stay integers when

@@ -139,7 +139,7 @@ def compare(errors: Any, start: int, stop: int, outcome: Outcome) -> None:
     """Compare the errors of the candidates on the rows of a block, and write the result to ``outcome``.
 
     Args:
-        errors: of the rows of the block, ``(C, rows)``.
+        errors: the errors of the candidates on the block's rows, ``(C, rows)``.
         start: index of the block's first row among the R rows of ``outcome``.
         stop: index behind its last row.
         outcome: receives which candidates improve these rows, and their least errors.
