@@ -201,7 +201,7 @@ class _MeanDivergence(torch.autograd.Function):
 
 
 class _Maximum:
-    """Of each row, over the blocks added so far: the largest logit, its class, and the sum of ``exp(logit - largest)``.
+    """The largest logit of each row, its class, and the sum of ``exp(logit - largest)``, over the blocks added so far.
 
     :class:`_RowSums` holds one for the student and one for the teacher.
     """

@@ -150,7 +150,8 @@ class NumberGrid(NamedTuple):
     def scale_dtype(self) -> torch.dtype | None:
         """The dtype to which a search rounds scales; None: they keep the dtype of the range.
 
-        It is None for a tensor_group, whose scales can be rounded only relative to a global scale.
+        It is None for a tensor_group, whose scales can be rounded only relative to a global scale. Read by
+        :meth:`qparams`, and by ``candidates.half_of_range`` before a search.
         """
         if self.args.strategy == QuantizationStrategy.TENSOR_GROUP:
             return None

@@ -61,7 +61,10 @@ def _loops_for(value: torch.Tensor) -> Any:
 
 
 def can_run(value: torch.Tensor) -> bool:
-    """Whether the loops can run on this tensor, by its device and dtype. Callers ask before they call a loop here."""
+    """Whether the loops can run on this tensor, by its device and dtype. Callers ask before they call a loop here.
+
+    The first question for a device compiles the loops, checks them on small data, and warns if they fail.
+    """
     return value.device.type in LOOPS and value.dtype in _DTYPES and _available(value.device)
 
 
@@ -325,7 +328,10 @@ def round_panel(
 def round_panel_plainly(
     left: torch.Tensor, step: torch.Tensor, zero: torch.Tensor, factor: torch.Tensor, grid: NumberGrid
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`round_panel` by torch's operations, on any device; it overwrites ``left``."""
+    """:func:`round_panel` by torch's operations, on any device; it overwrites ``left``.
+
+    Called by ``rounding.py`` where the loops cannot run, and to check them.
+    """
     levels = torch.empty_like(left)
     errors = torch.empty_like(left)
     for i in range(len(left)):

@@ -406,7 +406,8 @@ def set_hyperparameters(observer: Observer, kwargs: dict[str, Any]) -> None:
         kwargs: values by name; a hyperparameter that is missing gets its default.
 
     Raises:
-        CalibrationError: a name in ``kwargs`` that is not declared; a value that is not of the default's type.
+        CalibrationError: the class itself declares ``hyperparameters``, and a name in ``kwargs`` is not among them or
+            those of its parents; a value is not of the default's type.
     """
     cls = type(observer)
     defaults = declared_hyperparameters(cls)
@@ -465,9 +466,9 @@ Identities: TypeAlias = tuple[int, ...]
 
 @dataclass
 class ReadCache:
-    """What was computed of the tensor that was read last, for the next module that reads it (q, then k, then v).
+    """Results computed from the tensor that was read last, for the next module that reads it (q, then k, then v).
 
-    The hooks of a session share one (``calibration/observed_calls.py``).
+    The hooks of a session share one cache (``calibration/observed_calls.py``), and read and fill it in each forward.
 
     Attributes:
         tensor: a weak reference to the tensor that was read last; None: no tensor was read yet.

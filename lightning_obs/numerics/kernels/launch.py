@@ -100,8 +100,8 @@ class SlowSteps:
 def memory(value: torch.Tensor) -> Any:
     """A flat numpy array of integers, without a copy, over a tensor's memory from its first element to its last.
 
-    Loops get the array with the tensor's strides; it keeps the tensor alive. ``Tensor.numpy()`` is not used, because
-    afterwards FSDP1 could not free the storage of a gathered weight.
+    Called before each call of a loop, which gets the array and the tensor's strides. The array keeps the tensor alive.
+    ``Tensor.numpy()`` is not used, because afterwards FSDP1 could not free the storage of a gathered weight.
     """
     import numpy
 

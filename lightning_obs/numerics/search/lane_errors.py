@@ -207,8 +207,9 @@ def measure_block(
 
 @jit("contract", inline=True)
 def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, numbers: Any, block: Block) -> None:
-    """Write the scales and zero points of candidate ``k`` on rows ``start`` to ``stop`` to every lane of ``candidate``.
+    """Write the scales of candidate ``k`` on rows ``start`` to ``stop`` to all lanes of ``candidate``.
 
+    One over each scale is written, too. Where there are zero points, so are the ends of the format less the zero point.
     The scales are those that torch computed (``scales.stored``), or they are computed here by ``scales.rule``.
     """
     # A slice of one row of a matrix is known to be contiguous, so loops over it are vectorised.
