@@ -321,7 +321,7 @@ def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
 def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
     """Names of the :class:`LinearExperts` of which a plan quantizes some Linears and leaves others in float.
 
-    The checks of transformers and vLLM refuse them.
+    The checks of transformers and vLLM call it for a planned checkpoint, and refuse such layers.
 
     Args:
         model: a model with experts as Linears.
@@ -341,8 +341,8 @@ def split_experts(model: nn.Module, planned: Container[str]) -> list[str]:
 def routers(model: nn.Module) -> list[str]:
     """Names of the routers that are no Linears: modules beside a :class:`LinearExperts` with a weight row per expert.
 
-    Engines may run a Linear in the place of such a router, and would load it quantized. So the export lists these names
-    in the ``ignore`` of the checkpoint's config.
+    Engines may run a Linear in the place of such a router, and would load it quantized. So ``checkpoint/export.py``
+    calls it, and lists these names in the ``ignore`` of the checkpoint's config.
     """
     names = []
     for name, experts in linear_experts(model).items():

@@ -234,7 +234,7 @@ class _Maximum:
         return exponentials, shrinkage
 
     def normalizer(self) -> torch.Tensor:
-        """The logarithm of the sum of ``exp(logit)``."""
+        """The logarithm of the sum of ``exp(logit)`` over all classes, ``(rows,)``; kept for the backward."""
         return self.largest + self.total.log()
 
 
@@ -249,7 +249,7 @@ class _RowSums:
 
     @classmethod
     def of(cls, student: torch.Tensor, teacher: Logits, rows: torch.Tensor | slice) -> _RowSums:
-        """Add up all classes of the rows with these indices. ``teacher`` is flat."""
+        """Add up all classes of the rows with these indices; called for each block of rows. ``teacher`` is flat."""
         sums: _RowSums | None = None
         for classes in _blocks_of_classes(student):
             student_logits = student[rows, classes].float()
@@ -265,7 +265,10 @@ class _RowSums:
         return sums
 
     def divergences(self) -> torch.Tensor:
-        """The divergence of each row, ``(rows,)``, in nats. Equal logits give exactly zero."""
+        """The divergence of each row, ``(rows,)``, in nats, from the sums over all classes.
+
+        Equal logits give exactly zero. Called by :func:`compare` and by the forward of :func:`divergence`.
+        """
         expected_difference = self.difference / self.teacher.total
         of_largest = self.teacher.largest - self.student.largest
         of_totals = (self.teacher.total / self.student.total).log()

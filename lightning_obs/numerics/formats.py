@@ -43,7 +43,7 @@ class NumberFormat(NamedTuple):
     mx_mantissa: int = 1
 
     def last_step(self) -> float:
-        """The distance from the second largest to the largest number. Used by the clip test and the report's errors."""
+        """The distance from the second largest to the largest number; for :meth:`NumberGrid.last_step`."""
         exponent = math.floor(math.log2(self.last))
         return 2.0 ** (exponent - self.mantissa)
 
@@ -138,9 +138,10 @@ class NumberGrid(NamedTuple):
         return cls(args, low, high, number, signed, global_scale)
 
     def last_step(self) -> float:
-        """The distance from the second largest to the largest number, for the clip test and the report's errors.
+        """The distance from the second largest to the largest number.
 
-        It is no property, because the compiler of torch 2.10 cannot trace one here.
+        ``fake_quantize.py`` calls it to tell which values were clipped, and ``report/metrics.py`` for the report's
+        errors. It is no property, because the compiler of torch 2.10 cannot trace one here.
         """
         if self.number is None:
             return 1.0

@@ -165,7 +165,9 @@ def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
 
 
 def median_size(occupied: Support) -> float:
-    """The magnitude that half of all values do not exceed; the report compares it with the largest value.
+    """The magnitude that half of all values do not exceed.
+
+    Called by ``report/cause.py``, which compares it with the largest value.
 
     >>> median_size(Support(torch.tensor([-8.0, -1.0, 0.0, 2.0]), torch.tensor([1, 3, 2, 3])))
     1.0
@@ -294,7 +296,10 @@ class _Distribution:
     def divergences(
         self, scale: torch.Tensor, zero_point: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
-        """The divergence of each of C candidates, ``(C,)``; all arguments are ``(C, 1)``."""
+        """The divergence of each of C candidates, ``(C,)``; called for a few candidates at a time.
+
+        The arguments are the candidates' scales, zero points, and lower and upper ends, ``(C, 1)`` each.
+        """
         is_above_low = self.values >= low
         inside = is_above_low & (self.values <= high)
         counts = inside * self.numbers

@@ -31,7 +31,7 @@ _SLACK = 1.0
 
 
 class Lattice(NamedTuple):
-    """The grid of each scale, ``(*Q,)`` each; the result of :func:`find_lattice`.
+    """The grid of each scale, in three tensors ``(*Q,)``; :func:`find_lattice` makes it for the observer ``lattice``.
 
     Attributes:
         step: distance of neighbouring numbers; negative where a symmetric format can hold the integers only with

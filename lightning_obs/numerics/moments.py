@@ -42,7 +42,10 @@ class Moments(NamedTuple):
 
 
 def measure_moments(observed: torch.Tensor) -> Moments:
-    """The moments of ``(N, *Q, G)`` over the first and the last dimension, for each batch of ``normal_observer``."""
+    """The moments of ``(N, *Q, G)`` over the first and the last dimension.
+
+    ``normal_observer`` calls it for each batch.
+    """
     flat = observed.flatten(1, -2)
     shape = observed.shape[1:-1]
     values_per_scale = flat.shape[0] * flat.shape[2]

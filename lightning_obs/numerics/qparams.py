@@ -366,8 +366,9 @@ def compute_global_scale(
 def power_of_two(global_scale: torch.Tensor) -> torch.Tensor:
     """The largest power of two that is not larger than the global scale.
 
-    ``local_hessian`` observers, and fused sets with such a member, use it as their global scale. A group scale times
-    any power of two is rounded to float8 alike, so a search need not know which power the fused set ends with.
+    Called by ``local_hessian`` observers before their search, and by observers' ``get_global_scale`` for fused sets
+    with such a member, which use the result as their global scale. A group scale times any power of two is rounded to
+    float8 alike, so a search need not know which power the fused set ends with.
     """
     return torch.exp2(torch.log2(global_scale).floor())
 

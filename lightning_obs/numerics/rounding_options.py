@@ -20,6 +20,8 @@ _CORRECTION = 0.5
 class RoundingOptions:
     """The options of a rounding. The constructor checks them, and replaces a ``correction`` of None by the default.
 
+    ``qparams.rounding_of`` makes them by :meth:`of` for each weight whose scheme has the option.
+
     Args:
         name: ``"gptq"``.
         act_order: round the columns in the order of the Hessian's diagonal, largest first. False: in stored order.

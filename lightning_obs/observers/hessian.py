@@ -165,7 +165,7 @@ class LocalHessianObserver(ByInputsObserver):
 
 
 def block_width(args: QuantizationArgs, channels: int) -> int:
-    """The number of columns of a block of the Hessian.
+    """The number of columns of a block of the Hessian, for each batch of inputs that ``local_hessian`` measures.
 
     It divides the columns of a scale, except for a scale that covers all columns.
 

@@ -503,6 +503,9 @@ class ReadCache:
 class Measurement(NamedTuple):
     """The statistics of one tensor for one kind of observer, and their combinations with earlier statistics.
 
+    :func:`observe_shared` and :func:`observe_inputs_shared` make one when the first observer of a kind reads a tensor,
+    and read it for the other observers of the kind.
+
     Attributes:
         statistics: the statistics of the tensor, in the order in which the kind declares them.
         combined: key: the identities of an observer's statistics before this tensor. Value: these statistics (kept,

@@ -164,8 +164,9 @@ class Statistics:
     def get_statistics(self) -> dict[str, Any]:
         """All statistics gathered so far, ``{attribute: value}``.
 
-        Called to save them, to reduce them over ranks, and to check them. If the class does not declare them all, every
-        attribute that differs from a new observer's is a statistic.
+        Called by ``calibration/saved_state.py`` to save them, by ``ranks/sync.py`` to reduce them over ranks, and by
+        :meth:`nonfinite_statistics`. If the class does not declare them all, every attribute that differs from a new
+        observer's is a statistic.
         """
         attributes = vars(self)
         statistics = {}
@@ -227,7 +228,8 @@ class Statistics:
     def has_statistics(self) -> bool:
         """Whether a tensor was observed. The statistics of one tensor are set together, so the first one tells.
 
-        Read before qparams are computed, and by ranks to find what each of them has observed.
+        Read by getters before they compute qparams, by ``ranks/sync.py`` to find out what each rank has observed, and
+        by finalize for the ranges in the report.
         """
         if self._declares_all:
             for statistic in self.statistics:
@@ -323,8 +325,8 @@ def merges_extremes_only(observer: Statistics) -> bool:
 def observing(observer: Statistics) -> Iterator[None]:
     """A context in which an observer changes its statistics: without gradients, and outside inference mode.
 
-    Lightning validates in inference mode, and a tensor created there could not be used in training. Entering it also
-    marks the statistics as unchecked (``is_finite``).
+    Entered wherever an observer observes a tensor. Lightning validates in inference mode, and a tensor created there
+    could not be used in training. Entering the context also marks the statistics as unchecked (``is_finite``).
     """
     with torch.inference_mode(False), torch.no_grad():
         observer.is_finite = False
@@ -343,8 +345,8 @@ def new_like(observer: Any) -> Any:
 def equal_values(earlier: Any, later: Any) -> bool:
     """Whether two values of an attribute are equal: tensors by dtype and elements, other values by ``==``.
 
-    Two objects of one class that defines no ``__eq__`` count as equal. Used to find which attributes observing has
-    changed, and whether a search can be reused.
+    Two objects of one class that defines no ``__eq__`` count as equal. ``get_statistics`` calls it to find which
+    attributes observing has changed, and the observer ``histogram`` to find whether it can reuse a search.
     """
     if type(earlier) is not type(later):
         return False

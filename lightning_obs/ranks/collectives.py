@@ -173,7 +173,8 @@ class Stretch:
 def on_all_ranks(collectives: Collectives) -> Iterator[None]:
     """A context that all ranks enter: an error of one rank in the block is raised on all ranks at its end.
 
-    For work between collectives: exports, steps of stepwise calibration, and runs from files to files.
+    Entered around work between collectives: by exports (``checkpoint/``, ``callbacks/export_at_end.py``), by stepwise
+    calibration, and by runs from files to files (``streaming/``).
     """
     stretch = Stretch(collectives)
     with stretch:

@@ -69,12 +69,12 @@ class Form(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements of one observer's value."""
+        """The number of elements of one observer's value; read when statistics are divided into buckets and packed."""
         return math.prod(self.shape)
 
     @property
     def is_extreme(self) -> bool:
-        """Whether it is a minimum or a maximum."""
+        """Whether the statistic is a minimum or a maximum; :func:`reduce_statistics` reduces these first."""
         return self.reduction in ("min", "max")
 
     @property
@@ -98,7 +98,7 @@ class SharedStatistic(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements of all observers together."""
+        """The number of elements of all observers together; read when the statistic is packed and unpacked."""
         return len(self.keys) * self.form.numel
 
 
@@ -499,6 +499,9 @@ def pack_tensors(nest: Any) -> tuple[Any, bytes]:
 
 
 def unpack_tensors(nest: Any, packed: bytes, device: torch.device) -> Any:
-    """Undo :func:`pack_tensors` on a rank that received the statistics; the tensors are put on ``device``."""
+    """Undo :func:`pack_tensors`: put the packed tensors back into the nest, on ``device``.
+
+    ``sync.py`` calls it for statistics that this rank takes from another rank.
+    """
     tensors = safetensors.torch.load(packed)
     return tree_map_only(_TensorName, lambda name: tensors[name].to(device), nest)

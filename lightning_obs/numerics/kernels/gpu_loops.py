@@ -23,9 +23,10 @@ def count_patterns(
 ):
     """Count the 16-bit patterns of ``values`` (N, Q, G), as int16, in ``tables``, (T, Q, 65536) integers.
 
-    A program counts BLOCK of the ``size`` values of one scale, and adds to the table of its index modulo T. ``wide`` is
-    G, ``scales`` is Q, ``number_of_tables`` is T. The zeros of a program are summed and added once, because atomic
-    additions to one address wait for each other, and half of a ReLU's output is zero.
+    ``on_gpu.count_patterns`` launches it for each tile of an observed tensor. A program counts BLOCK of the ``size``
+    values of one scale, and adds to the table of its index modulo T. ``wide`` is G, ``scales`` is Q,
+    ``number_of_tables`` is T. The zeros of a program are summed and added once, because atomic additions to one address
+    wait for each other, and half of a ReLU's output is zero.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = start + tl.arange(0, BLOCK)
@@ -53,8 +54,9 @@ def count_patterns(
 def moments(values, out, size, wide, stride_n, stride_q, stride_g, scales, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """Write the sum and the sum of squares of each scale of ``values`` (N, Q, G) to ``out``, (pieces, 2, Q) in float64.
 
-    A program adds up a piece of SPAN values of one scale, BLOCK at a time, in float64, in which the square of a float32
-    is exact. ``size`` is the number of values of a scale, ``wide`` is G, ``scales`` is Q.
+    ``on_gpu.moments`` launches it for each batch of the normal observer. A program adds up a piece of SPAN values of
+    one scale, BLOCK at a time, in float64, in which the square of a float32 is exact. ``size`` is the number of values
+    of a scale, ``wide`` is G, ``scales`` is Q.
     """
     scale = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1).to(tl.int64) * SPAN
@@ -133,6 +135,8 @@ def measure_ranges(
     COLUMNS: tl.constexpr,
 ):
     """Add up ``|q(x) - x| ** norm * importance`` for each candidate, over COLUMNS values of ROWS rows.
+
+    ``on_gpu.measure_ranges`` launches it for each part of the rows of a range search.
 
     If WHOLE, a program has all values of its rows and compares the candidates: it writes to ``out``, (candidates,
     rows), whether a candidate's error is below that of all before it, and to ``least_errors``, (rows,), the least
@@ -221,7 +225,10 @@ def measure_ranges(
 
 @triton.jit
 def rounded(value, dtype: tl.constexpr):
-    """Round a float32 to ``dtype``, as torch rounds a range or a scale of that dtype; the result is float32."""
+    """Round a float32 to ``dtype``, as torch rounds a range or a scale of that dtype; the result is float32.
+
+    ``measure_ranges`` calls it for each range and scale that it computes.
+    """
     stored = value.to(dtype)
     return stored.to(tl.float32)
 
@@ -247,10 +254,11 @@ def round_panel(
 ):
     """Round the columns of a panel one after the other; each is corrected by the errors of the columns before it.
 
-    A program rounds ROWS rows. It reads the weight ``left``, the scales ``step`` and the zero points ``zeros``, and
-    writes ``levels`` and ``errors``; all are (columns, rows), so a column of the weight is contiguous. ``factor`` is
-    (columns, columns), its rows ``stride`` apart; PANEL is the smallest power of two that is at least ``columns``.
-    ``low`` to INTEGERS describe the format, see ``nearest``.
+    ``on_gpu.round_panel`` launches it for each panel of a GPTQ rounding. A program rounds ROWS rows. It reads the
+    weight ``left``, the scales ``step`` and the zero points ``zeros``, and writes ``levels`` and ``errors``; all are
+    (columns, rows), so a column of the weight is contiguous. ``factor`` is (columns, columns), its rows ``stride``
+    apart; PANEL is the smallest power of two that is at least ``columns``. ``low`` to INTEGERS describe the format, see
+    ``nearest``.
     """
     first_row = tl.program_id(0) * ROWS
     row_of_tile = tl.arange(0, ROWS)

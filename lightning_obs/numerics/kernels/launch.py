@@ -87,7 +87,10 @@ class SlowSteps:
         self.steps = 0
 
     def add(self, steps: int) -> None:
-        """Count more steps; warn when the sum first exceeds ``limit``."""
+        """Count more steps; warn when the sum first exceeds ``limit``.
+
+        ``numba_loop.can_run`` calls it for each search that only the lack of numba keeps from the compiled loop.
+        """
         before = self.steps
         self.steps += steps
         if before <= self.limit < self.steps:

@@ -19,8 +19,8 @@ _CODES = 4096  # values rounded at once
 def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> None:
     """Write the smallest and the largest value of each row of ``(A, B, N, G)`` to ``ends``; NaN where a row has one.
 
-    Floats are compared as integers that sort in the same order (:func:`key_of`), because comparisons of floats would
-    have to look for NaN.
+    ``launch.extremes`` calls it for each chunk of an observed tensor. Floats are compared as integers that sort in the
+    same order (:func:`key_of`), because comparisons of floats would have to look for NaN.
 
     Args:
         bits: memory of the tensor, as signed integers.
@@ -71,7 +71,7 @@ def extremes(bits: Any, infinity: int, strides: Any, shape: Any, ends: Any) -> N
 def key_of(bits: Any, mask: Any) -> Any:
     """Map a float's bits to an integer that sorts in the order of the floats; the function is its own inverse.
 
-    ``mask`` has all bits set but the sign bit, in the width of the float.
+    For :func:`extremes`. ``mask`` has all bits set but the sign bit, in the width of the float.
     """
     pattern = np.int32(bits)
     sign = np.int32(pattern >> np.int32(31))  # all bits are set in a negative number
@@ -80,7 +80,10 @@ def key_of(bits: Any, mask: Any) -> Any:
 
 @jit()
 def count_rounded(bits: Any, counts: Any) -> None:
-    """Do what :func:`count` does for float32 or float16 values, which are rounded to bfloat16 first."""
+    """Do what :func:`count` does for float32 or float16 values, which are rounded to bfloat16 first.
+
+    ``launch.count_values`` calls it for each chunk of a tensor.
+    """
     even = np.zeros(65536, np.uint32)
     odd = np.zeros(65536, np.uint32)
     codes = np.empty(_CODES, np.uint16)
@@ -94,7 +97,10 @@ def count_rounded(bits: Any, counts: Any) -> None:
 
 @jit()
 def count(bits: Any, counts: Any) -> None:
-    """Add how often each bfloat16 pattern occurs in ``bits`` to ``counts``, ``(65536,)`` in int64."""
+    """Add how often each bfloat16 pattern occurs in ``bits`` to ``counts``, ``(65536,)`` in int64.
+
+    ``launch.count_values`` calls it for each chunk of a bfloat16 tensor.
+    """
     even = np.zeros(65536, np.uint32)
     odd = np.zeros(65536, np.uint32)
     count_codes(bits, even, odd)
@@ -103,7 +109,7 @@ def count(bits: Any, counts: Any) -> None:
 
 @jit()
 def add_tables(even: Any, odd: Any, counts: Any) -> None:
-    """Add two tables of 32-bit counts to ``counts``, ``(65536,)`` in int64."""
+    """Add the two tables of :func:`count_codes`, 32-bit counts, to ``counts``, ``(65536,)`` in int64."""
     for code in range(65536):
         counts[code] += np.int64(even[code])
         counts[code] += np.int64(odd[code])
@@ -111,9 +117,10 @@ def add_tables(even: Any, odd: Any, counts: Any) -> None:
 
 @jit()
 def count_codes(codes: Any, even: Any, odd: Any) -> None:
-    """Count the codes at even indices in ``even`` and those at odd indices in ``odd``.
+    """Count the codes at even indices in ``even``, and the codes at odd indices in ``odd``.
 
-    In a single table, the addition for a code would have to wait for that of an equal neighbour.
+    For :func:`count` and :func:`count_rounded`; a code is the pattern of a bfloat16 value. In a single table, the
+    addition for a code would have to wait for that of an equal neighbour.
     """
     half = codes.size // 2
     one = np.uint32(1)
@@ -129,7 +136,10 @@ def count_codes(codes: Any, even: Any, odd: Any) -> None:
 
 @jit()
 def pattern_of(bits: Any) -> Any:
-    """The pattern of a value rounded to bfloat16 (to nearest, ties to even); a NaN gets the pattern that torch uses."""
+    """The pattern of a value rounded to bfloat16 (to nearest, ties to even), for :func:`count_rounded`.
+
+    ``bits`` is the value's own pattern. A NaN gets the pattern that torch uses.
+    """
     wide = np.float32(value_of(bits)).view(np.uint32)
     upper_half = np.uint32(wide >> np.uint32(16))
     is_odd = np.uint32(upper_half & np.uint32(1))
@@ -144,7 +154,8 @@ def pattern_of(bits: Any) -> Any:
 def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
     """Add the squares of a matrix with ``columns`` columns to ``sums``, ``(columns,)`` in float64, column by column.
 
-    Neighbouring values of a row are adjacent in memory, and rows are ``stride`` elements apart.
+    ``launch.channel_squares`` calls it for each chunk of a batch of inputs. Neighbouring values of a row are adjacent
+    in memory, and rows are ``stride`` elements apart.
     """
     rows = (bits.size - columns) // stride + 1
     for row in range(rows):

@@ -34,7 +34,7 @@ _EXPONENT = i32(0x7F800000)
 
 
 class FloatSteps(NamedTuple):
-    """What :func:`nearest` needs to know of a floating format, as bits of float32.
+    """The numbers by which :func:`nearest` rounds to a floating format, as bits of float32; made by :func:`numbers_of`.
 
     A value is rounded by adding and subtracting ``1.5 * 2 ** (23 - mantissa)`` times its power of two, which is at
     least the smallest normal number. ``smallest`` holds the bits of that number. ``rounder`` is added to the bits of
@@ -46,7 +46,7 @@ class FloatSteps(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """The numbers of a format: ``low`` and ``high`` are the smallest and the largest, in float32.
+    """The numbers of a format, made by :func:`numbers_of`: ``low`` is the smallest, ``high`` the largest, in float32.
 
     ``steps`` says where the numbers between them are; None: they are the integers.
     """
@@ -98,7 +98,8 @@ def _nearest_float(value: Any, steps: Any) -> Any:
 # ---------------------------------------------------------------------- the power of an error
 
 
-# A class for each exponent that has a formula of its own. ``exponent`` is its value in float32.
+# A class for each exponent that has a formula of its own: exponent_of makes an object of it, and numba compiles the
+# search loop for its class. ``exponent`` is its value in float32.
 
 
 class Square(NamedTuple):
@@ -253,7 +254,8 @@ def _any_power(error: Any, exponent: Any) -> Any:
 def error_of(value: Any, inverse: Any, scale: Any, low: Any, high: Any, steps: Any) -> Any:
     """The error of quantizing a value: the value minus its nearest level times the scale, in the unit of the value.
 
-    The product with the scale and the subtraction are one fused operation, so the error is rounded only once.
+    ``lane_errors.py`` calls it for each value and candidate. The product with the scale and the subtraction are one
+    fused operation, so the error is rounded only once.
 
     Args:
         value: the value, in any unit.

@@ -70,7 +70,7 @@ class _Scales(NamedTuple):
     zero_point: torch.Tensor | None
 
     def at(self, index: Any) -> _Scales:
-        """Index both tensors alike."""
+        """Scale and zero point at an index, the same index for both tensors."""
         zero_point = None if self.zero_point is None else self.zero_point[index]
         return _Scales(self.scale[index], zero_point)
 

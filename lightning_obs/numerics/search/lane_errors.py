@@ -84,7 +84,7 @@ class Candidate(NamedTuple):
 
 
 class Least(NamedTuple):
-    """Memory for what decides whether a candidate is given up, for each row of a block; row r is at index r."""
+    """Memory for the numbers that decide whether a candidate is given up; those of the block's row r are at index r."""
 
     low: Any  # the smallest value of the row, at most 0
     high: Any  # the largest value of the row, at least 0

@@ -91,7 +91,10 @@ def _rows_of(observed: torch.Tensor, importance: torch.Tensor | None, hessian: t
 
 
 def range_of_rows(rows: Rows, search: GridSearch, loop: Loop | None = None) -> Range:
-    """The range with the least error for each row, both ends ``(R,)``; ``loop`` replaces the fastest one, for tests."""
+    """The range with the least error for each row, both ends ``(R,)``; for :func:`search_range`.
+
+    ``loop`` is the loop that measures the candidates; None: the fastest loop. Only tests give one.
+    """
     low, high = rows.observed_range()
     ends = torch.stack([low, high]) * search.expand
     if not search.factors:

@@ -26,6 +26,8 @@ _COUNTED_FROM = 1 << 17
 class Rows:
     """The rows of a view ``(A, B, N, G)``, whose first two dimensions number them: row r is ``view[r // B, r % B]``.
 
+    ``ranges.py`` makes them for each search.
+
     Args:
         view: the values.
         importance: weight of each value's error, ``(I, G)``: row r has the weights ``r % I``. None: all weights are 1.
@@ -60,7 +62,10 @@ class Rows:
         return self.device.type == "cpu" and self.size > LONG
 
     def observed_range(self) -> Range:
-        """Smallest and largest value of every row, ``(R,)`` each: the range that a search shrinks."""
+        """Smallest and largest value of every row, ``(R,)`` each: the ranges that a search shrinks.
+
+        ``ranges.py`` calls it at the beginning of a search.
+        """
         low, high = extremes(self.view)
         return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
 

@@ -115,6 +115,8 @@ def _raise_to(padded: torch.Tensor, norm: float) -> None:
 def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """The sum of ``d^T H d`` over the parts and observations of each row, for each candidate.
 
+    For :func:`measure`, where Hessians measure errors.
+
     Args:
         error: ``(C, r, N * G)``: candidates, rows, and N observations of G columns.
         hessian: ``(I, T, t, t)``, T * t = G; row r has the matrices ``r % I``; I divides the number of rows.
