@@ -23,13 +23,15 @@ from torch.utils._pytree import tree_map_only
 from lightning_obs.errors import CalibrationError
 from lightning_obs.model.mark import set_attributes
 
+#: the remedy in errors about models that cannot be run block by block
 _IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (device_map='auto')."
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the decoder's list of blocks: its only ``ModuleList`` of modules that transformers never splits.
 
-    Called once before a calibration block by block, from files or in memory.
+    Called once before a calibration block by block: from files by ``streaming/layerwise.py``, in memory by
+    :mod:`.quantized_inputs`, which looks for another list if this raises.
 
     Args:
         model: a ``PreTrainedModel``. Blocks outside its decoder (a vision tower's) are not searched.
@@ -78,6 +80,9 @@ class RunEnded(BaseException):
 class BlockForward:
     """Runs a model's forward up to the end of one block, from the kept output of the block before.
 
+    ``BlockRunner`` (``streaming/blocks.py``) and :class:`.StepwiseCalibration` have one each; :mod:`.quantized_inputs`
+    makes one to try whether the model can be run block by block.
+
     Args:
         model: a model that calls its blocks one after the other.
         blocks: the blocks in order; empty: the model runs as a whole.
@@ -109,6 +114,8 @@ class BlockForward:
         on_skipped: Callable[[int], None] | None = None,
     ) -> Any:
         """Run one batch through a block, and through the modules between this block and the one before.
+
+        The owner calls this for each block in order, with every batch.
 
         Args:
             block: the number of the block; ``len(blocks)``: run the modules after the last block.
@@ -208,7 +215,8 @@ class BlockForward:
 def copied(tree: Any, device: torch.device | None) -> Any:
     """Copy all tensors of a nested structure, to ``device`` or (None) on the device of each.
 
-    Used wherever a kept input or output is given to a model again: a block may write to its arguments in place.
+    Called before a kept input or output is given to a model again, because a block may write to its arguments in place;
+    and by ``streaming/blocks.py`` and :mod:`.stepwise`, to keep a block's output on the CPU.
     """
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:

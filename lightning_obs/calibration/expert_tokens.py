@@ -41,7 +41,10 @@ _MOST_WAITING_BYTES = 2**28
 
 
 class _Waiting(NamedTuple):
-    """An activation of one expert, and the observer that will observe it with those of the layer's other experts."""
+    """An activation of one expert, and the observer that will observe it with those of the layer's other experts.
+
+    :meth:`ExpertWatch.wait` makes one, and :func:`_observe_together` reads it.
+    """
 
     observer: Observer
     value: torch.Tensor
@@ -114,6 +117,7 @@ class ExpertWatch:
         """Register the hooks of the experts of one container."""
         holder = self._holders[name]
         if isinstance(holder, SortedExperts):
+            # each expert then runs on the tokens that were sent to it, so that its input shows them alone
             stack.enter_context(patch_attr(holder, "only_sent", True))
         if isinstance(holder, LinearExperts):
             handle = holder.register_forward_hook(lambda *_: self.observe_waiting())
@@ -136,7 +140,8 @@ class ExpertWatch:
     def may_wait(self, name: str) -> bool:
         """Whether the activations of a module may wait (:meth:`wait`) for those of the layer's other experts.
 
-        Only in a :class:`LinearExperts`, whose forward hook tells that all experts of the layer have run.
+        Only in a :class:`LinearExperts`, whose forward hook tells that all experts of the layer have run. The hooks of
+        :mod:`.hooks` ask this before they call :meth:`wait`.
 
         Args:
             name: of an expert or of a module inside an expert.
@@ -219,7 +224,10 @@ class ExpertWatch:
 
     @property
     def are_forced(self) -> bool:
-        """Whether observers inside experts ignore the model's own forward, because experts also run on all tokens."""
+        """Whether observers inside experts ignore the model's own forward, because experts also run on all tokens.
+
+        The hooks of :mod:`.hooks` ask this at each call of a module inside an expert.
+        """
         return self._all_experts
 
     def select(
@@ -227,8 +235,8 @@ class ExpertWatch:
     ) -> torch.Tensor:
         """The rows of an activation inside an expert that the mask keeps.
 
-        The hooks call this in place of :meth:`.TokenSelection.of`, because an expert gets only some of the batch's
-        tokens, so that the shape of its input does not tell which tokens these are.
+        The hooks of :mod:`.hooks` call this in place of :meth:`.TokenSelection.of`, because an expert gets only some of
+        the batch's tokens, so that the shape of its input does not tell which tokens these are.
 
         Args:
             value: the activation.
@@ -371,8 +379,8 @@ def _observe_together(activations: Sequence[_Waiting]) -> None:
     """Concatenate the rows of waiting activations, and let each observer observe its rows of them.
 
     Args:
-        activations: of observers of one kind, in one batch; either all have a mask or none has. An activation that
-            several observers share is concatenated once.
+        activations: of observers of one kind (class, tensor and options), in one batch; either all have a mask or none
+            has. An activation that several observers share is concatenated once.
     """
     tensors: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []
@@ -440,7 +448,8 @@ def borrow_ranges(
         observers: of the plan, with the statistics of all ranks.
         containers: the experts of each layer (:attr:`ExpertWatch.containers`).
         fused: names of the modules of each fused set.
-        join_ranges: as of :meth:`Observer.fuse`.
+        join_ranges: whether the observers of a fused set share their range per tensor (``join_fused_scales``); their
+            global scale they share in any case.
 
     Returns:
         The stand-ins, by module name and base name.

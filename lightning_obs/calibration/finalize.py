@@ -86,9 +86,11 @@ class _Finalization:
         self.collectives = 0
         #: observers to use in place of those of experts that no data reached
         self.stand_ins: dict[Key, Observer] = {}
+        #: names of modules left in full precision: those of the last finalization, until activations are computed
         self.skipped = observation.skipped
         #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
         self.qparams: dict[str, dict[str, torch.Tensor]] = {}
+        #: by module name, the estimates for fitted weights; of this rank's weights, until they are shared
         self.fit_errors: dict[str, FitErrors] = {}
 
     def run(self) -> CalibrationResult:
@@ -373,9 +375,9 @@ class _Finalization:
 
 
 def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Qparams by module name, without the rounded weights, which are as large as the weights.
+    """Leave the rounded weights, which are as large as the weights, out of qparams by module name.
 
-    ``finalize`` puts them into the result.
+    ``finalize`` calls this at its end, for the ``qparams`` of the result.
     """
     without_weights = {}
     for name, of_module in qparams.items():
@@ -386,7 +388,9 @@ def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[s
 def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:
     """Make a result with the fields that follow from the plan alone.
 
-    ``finalize`` fills in the other fields. Calibrations part by part begin with it and add the results of the parts.
+    ``finalize`` calls this at its end, and then fills in the other fields. Calibrations part by part
+    (:class:`.StepwiseCalibration`, ``quantize_checkpoint`` and ``calibrate_layerwise``) call it for the whole model,
+    and add what the parts give.
 
     Args:
         observation: has the plan.
@@ -409,7 +413,10 @@ def result_of(observation: Observation, skipped: Collection[str] = ()) -> Calibr
 
 
 def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
-    """Warn of experts that were quantized although no token reached them; called with each new result."""
+    """Warn of experts that were quantized although no token reached them.
+
+    ``CalibrationSession.finalize`` calls this with each new result, and ``streaming/parts.py`` with that of each part.
+    """
     if result.fallback:
         warn(
             f"no token reached these modules; their activations have the range of the layer's other experts: "
@@ -420,7 +427,7 @@ def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
 def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
     """Write the qparams of a plan to its modules; modules without an entry lose the qparams that they had.
 
-    Called by ``finalize``, and when a saved state is loaded.
+    Called near the end of ``finalize``, and by ``load_state`` (:mod:`.saved_state`) for a saved calibration.
 
     Args:
         plan: its modules are written to.
@@ -439,7 +446,7 @@ def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
 def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Copy qparams ``{"layer": {"weight_scale": tensor}}`` to the CPU, as ``{"layer.weight_scale": tensor}``.
 
-    Results and ``session.qparams`` hold them so.
+    ``finalize`` calls this for the result, and :attr:`.CalibrationSession.qparams` whenever it is read.
     """
     by_full_name: dict[str, torch.Tensor] = {}
     for name, of_module in qparams.items():
@@ -613,7 +620,7 @@ def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[
 class WeightSearch:
     """Lets the ranks observe a set of weights, each weight on one rank.
 
-    A finalization makes one for the observers of weights, and one for the roundings.
+    A finalization makes one for the observers of weights, and one for the roundings, and calls :meth:`observe` of each.
 
     Args:
         modules: by key (module name, base name), the module of each weight.

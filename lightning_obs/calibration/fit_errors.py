@@ -30,7 +30,7 @@ from lightning_obs.schemes.recipes import Recipe
 FitErrors: TypeAlias = tuple[float, float, float, float]
 #: a relative increase of errors up to this counts as no loss, because sketches only estimate errors
 _TOLERANCE = 0.02
-#: the remedy in warnings
+#: the end of the warnings of :func:`warn_of_fit`: how to choose weights without data
 _WITHOUT_DATA = "choose weights without data: recipe='fast' or observers={'weight': 'memoryless_mse'}, and no rounding."
 
 
@@ -45,7 +45,8 @@ def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
         weight: ``(R, C)``; not changed.
 
     Returns:
-        The estimates; None if nothing was kept out, the outputs are zero, or too few tokens are left to fit the weight.
+        The four estimates of :data:`FitErrors`; None if nothing was kept out, the outputs are zero, or too few tokens
+        are left to fit the weight.
     """
     sketches = hold_out.sketches
     if sketches is None:
@@ -94,7 +95,8 @@ def _without_data(target: PlannedModule, weight: torch.Tensor) -> torch.Tensor:
 def args_without_data(target: PlannedModule) -> QuantizationArgs:
     """The arguments with which ``recipe="fast"`` quantizes a module's weight: the least squared error of its values.
 
-    For formats for which the recipe has no choice (eight bits), the observer is ``memoryless_mse``.
+    If the recipe has no choice for the format (eight bits), the observer is ``memoryless_mse``. Called by
+    :func:`judge_fit`, whose fitted weight is compared with this quantization.
     """
     choice = Recipe.of("fast").for_weights(target.scheme)
     hyperparameters = {"name": "memoryless_mse"} if choice is None else dict(choice.observer)
@@ -147,10 +149,10 @@ def _output_error(sketch: torch.Tensor, weight: torch.Tensor, quantized: torch.T
 
 
 def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
-    """The relative change of squared output errors by fitting: on batches fitted to, and on batches kept out.
+    """Two relative changes of squared output errors by fitting: on batches fitted to, and on batches kept out.
 
-    -0.5 says that fitted weights make half of the errors of weights without data. The summary of a result, the warning
-    and the report's next steps show these numbers.
+    -0.5 says that fitted weights make half of the errors of weights without data. Called by :func:`fit_text`,
+    :func:`loses` and :func:`warn_of_fit`, and by ``report/next_steps.py``, which shows the second number.
 
     Args:
         errors: by module name; relative errors of the modules are added up.
@@ -167,13 +169,13 @@ def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
 def loses(errors: Mapping[str, FitErrors]) -> bool:
     """Whether fitted weights have larger errors than weights without data, on batches that were kept out.
 
-    Asked for a warning, and when a report proposes next steps.
+    Asked by :func:`warn_of_fit`, and by ``report/next_steps.py`` when a report proposes next steps.
     """
     return bool(errors) and fit_changes(errors)[1] > _TOLERANCE
 
 
 def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
-    """The text about fitted weights in the summary of a result.
+    """The text about fitted weights in the summary of a result; ``CalibrationResult.facts`` calls this.
 
     Args:
         errors: by module name; empty: the fit was not judged.
@@ -201,7 +203,7 @@ def _signed_percent(share: float) -> str:
 def warn_of_fit(errors: Mapping[str, FitErrors]) -> None:
     """Warn if fitting to the calibration data increases errors on batches that were kept out.
 
-    A session calls this with each new result.
+    ``CalibrationSession.finalize`` calls this with each new result, and ``calibrate_layerwise`` at its end.
     """
     if not loses(errors):
         return

@@ -33,8 +33,8 @@ _BYTES = 4
 def fitted_options(model: nn.Module, options: CalibrationOptions) -> CalibrationOptions:
     """Return the options with a recipe that the model can run; a warning says what was left out.
 
-    Called when an observation begins, before its plan is made. An observer or a rounding that the user has named beside
-    the recipe does not change.
+    ``Observation.of_model`` calls this if the options have a recipe, before it makes the plan. An observer or a
+    rounding that the user has named beside the recipe does not change.
 
     Args:
         model: the calibrated module.
@@ -53,9 +53,10 @@ def fitted_options(model: nn.Module, options: CalibrationOptions) -> Calibration
 
 
 def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: CalibrationOptions) -> Recipe:
-    """The recipe, without token weights or without everything that needs inputs of weights, if the model cannot do it.
+    """Return the recipe without the parts that the model cannot run, and warn of what was left out.
 
-    Warns of what was left out.
+    If the inputs of weights cannot be used, nothing that needs data stays; if the model cannot be run backward, the
+    token weights go.
     """
     choices = _choices_in_use(recipe, plan, options)
     needs_inputs = any(choice.rounding is not None for choice in choices)

@@ -79,7 +79,10 @@ class InputSketch(Observer):
         self._tokens = 0  # observed since the last reset
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor]:
-        """The sketch of one input ``(P, ..., C)``; the base class adds it to the sketch so far."""
+        """The sketch of one input ``(P, ..., C)``.
+
+        The base class calls this in ``observe_inputs``, and adds the result to the sketch so far.
+        """
         rows = value.flatten(1, -2).float()
         tokens = rows.shape[1]
         signs, places = _signs_and_places(self._tokens, tokens, self.rank, rows.device)
@@ -89,7 +92,10 @@ class InputSketch(Observer):
 
     @override
     def reset(self, keep: Collection[str] = ()) -> None:
-        """Forget the sketch, and begin to count tokens anew."""
+        """Forget the sketch, and begin to count tokens anew.
+
+        Called by :meth:`HoldOut.reset`, and wherever all observers of an observation are reset.
+        """
         super().reset(keep)
         self._tokens = 0
 
@@ -110,6 +116,8 @@ def _signs_and_places(first: int, tokens: int, rank: int, device: torch.device) 
         Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, 2014 (the mixing of SplitMix64).
     """
     numbers = torch.arange(first, first + tokens, device=device)
+    # SplitMix64's constants as int64, and its shifts. The rank stands above the 40 bits of a token's number; bit 31 of
+    # the result, mixed as well as any other, is the sign.
     mixed = (numbers + (rank << 40)) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
@@ -122,7 +130,8 @@ def _signs_and_places(first: int, tokens: int, rank: int, device: torch.device) 
 class Place:
     """The place of a batch among the batches of all ranks, which decides whether the batch is kept out.
 
-    Hooks make one for each observed input.
+    For each observed input, the caller of a :class:`HoldOut` makes one with :meth:`of`: the hooks of :mod:`.hooks`,
+    :class:`.PairedInputs` and :class:`.TokenWeights`. The hold-out reads it.
 
     Attributes:
         number: of the batch among those of all ranks, from 0.
@@ -134,7 +143,7 @@ class Place:
 
     @classmethod
     def of(cls, calls: ObservedCalls, collectives: Collectives) -> Place:
-        """The place of the batch that this rank runs now.
+        """The place of the batch that this rank runs now; called when an input of a judged module is observed.
 
         >>> [Place.of(ObservedCalls(number=number), Collectives()).is_kept_out for number in range(4)]
         [False, False, False, True]
@@ -143,20 +152,27 @@ class Place:
 
     @property
     def is_kept_out(self) -> bool:
-        """Whether the batch is kept out of the second fit, as every fourth batch is."""
+        """Whether the batch is kept out of the second fit, as every fourth batch is.
+
+        A :class:`HoldOut` asks this for each observed input.
+        """
         return self.number % KEPT_OUT_OF == KEPT_OUT_OF - 1
 
     @property
     def is_sampled(self) -> bool:
-        """Whether errors are estimated on the batch although it is fitted to; another fourth of the batches is such."""
+        """Whether errors are estimated on the batch although it is fitted to, as on another fourth of the batches.
+
+        A :class:`HoldOut` asks this before it adds an input to a sketch.
+        """
         return self.number % KEPT_OUT_OF == 1
 
 
 class HoldOut:
     """The observers that gather what judging the fit of one module's weight needs.
 
-    While data run, they gather from the batches that are kept out the statistics that the module's own observers gather
-    from all batches. :meth:`subtract_from` then turns these statistics into those of the other batches.
+    ``Observation.of_model`` makes one for each of :func:`judged_targets`. While data run, its observers gather from the
+    batches that are kept out the statistics that the module's own observers gather from all batches.
+    :meth:`subtract_from` then turns these statistics into those of the other batches.
 
     Args:
         target: the module.
@@ -178,21 +194,25 @@ class HoldOut:
 
     @property
     def by_key(self) -> dict[Key, Observer]:
-        """The observers by keys of their own, with which ``finalize`` reduces their statistics over ranks."""
+        """The observers of this hold-out, by keys that no observer of the plan has.
+
+        With several ranks, ``finalize`` asks for them once the data have ended, to reduce their statistics over ranks.
+        """
         return {(self.target.name, f"{_PREFIX}{base}"): observer for base, observer in self.observers.items()}
 
     @property
     def sketches(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The sketches of inputs in batches that are fitted to, and in batches that are kept out.
 
-        None if either has observed nothing: there were fewer than four batches, or none reached the module.
+        None if either has observed nothing: there were fewer than four batches, or none reached the module. Read by
+        ``finalize`` and :func:`.judge_fit` while the module's weight is observed.
         """
         fitted = getattr(self.observers[_FITTED], "sketch", None)
         kept_out = getattr(self.observers[_KEPT_OUT], "sketch", None)
         return None if fitted is None or kept_out is None else (fitted, kept_out)
 
     def reset(self) -> None:
-        """Forget everything that was observed; ``finalize`` calls this at its end."""
+        """Forget everything that was observed; ``finalize`` calls this once the ranks have shared their estimates."""
         for observer in self.observers.values():
             observer.reset()
 
@@ -260,7 +280,10 @@ class HoldOut:
 
 
 def of_hold_out(key: Key) -> bool:
-    """Whether a key is that of a hold-out's observer, which may lack data without an error."""
+    """Whether a key is that of a hold-out's observer, which may lack data without an error.
+
+    ``finalize`` asks this when it lists the observers that no data reached.
+    """
     return key[1].startswith(_PREFIX)
 
 

@@ -67,7 +67,7 @@ class ObserverHooks:
 
     @property
     def is_attached(self) -> bool:
-        """Whether hooks are on the model."""
+        """Whether hooks are on the model; ``CalibrationSession.is_attached`` asks this."""
         return self._attached is not None
 
     def attach(
@@ -102,7 +102,11 @@ class ObserverHooks:
             self._attached = stack.pop_all()
 
     def detach(self) -> None:
-        """Remove all hooks, and forget the present mask. Can be called at any time, any number of times."""
+        """Remove all hooks, and forget the present mask and the shared statistics of the tensor that was read last.
+
+        Called by ``CalibrationSession.detach``, after the data and before hooks are attached anew. Without hooks only
+        the mask is forgotten.
+        """
         attached = self._attached
         self._attached = None
         self._observation.calls.mask = None
@@ -353,7 +357,10 @@ _is_apart: ContextVar[bool] = ContextVar("is_apart", default=False)
 
 @contextmanager
 def apart_from_model() -> Iterator[None]:
-    """Mark the operations of a ``with`` block as not the model's own; hooks and observers compute in such blocks."""
+    """Mark the operations of a ``with`` block as not the model's own.
+
+    The hooks here and in ``quantized_outputs.py`` do their work in such blocks, that of observers included.
+    """
     token = _is_apart.set(True)
     try:
         yield
@@ -362,7 +369,10 @@ def apart_from_model() -> Iterator[None]:
 
 
 def is_apart_from_model() -> bool:
-    """Whether the code runs in an :func:`apart_from_model` block; :class:`.WatchedFunctions` ignores its operations."""
+    """Whether the code runs in an :func:`apart_from_model` block.
+
+    :class:`.WatchedFunctions` asks this at each operation of torch, and ignores the operations of such blocks.
+    """
     return _is_apart.get()
 
 

@@ -24,7 +24,10 @@ from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
 
 @dataclass(frozen=True)
 class _Call:
-    """The state in which the model was called, kept beside the arguments of the call."""
+    """The state in which the model was called, kept beside the arguments of the call.
+
+    :meth:`KeptCalls._keep` makes one for each call; :meth:`KeptCalls.run` and :meth:`KeptCalls.mask` read it.
+    """
 
     mask: torch.Tensor | None  # of the tokens that count; None: all tokens count
     autocast: Autocast  # of the model's device
@@ -53,7 +56,7 @@ class KeptCalls:
         return {**vars(self), **changes}
 
     def __len__(self) -> int:
-        """How many calls are kept."""
+        """How many calls are kept; a calibration step by step runs as many batches."""
         return len(self._batches)
 
     def attach(self, token_weights: TokenWeights | None, forget: bool = True) -> None:
@@ -75,13 +78,16 @@ class KeptCalls:
         self._remove_hook = keep_hook_out(model, handle)
 
     def detach(self) -> None:
-        """Remove the hook: no further calls are kept. Can be called at any time, any number of times."""
+        """Remove the hook: no further calls are kept. ``CalibrationSession.detach`` and :meth:`attach` call this.
+
+        Nothing happens if there is no hook.
+        """
         if self._remove_hook is not None:
             self._remove_hook()
         self._remove_hook = None
 
     def release(self) -> None:
-        """Release the kept calls; the session does so once they were run again."""
+        """Release the kept calls; called by the session once they were run again, and when it attaches anew."""
         self._batches = KeptBatches(KEPT_BYTES)
 
     def run(self, index: int) -> Any:
@@ -97,7 +103,10 @@ class KeptCalls:
             return self._observation.model(*args, **kwargs)
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """The mask of a kept call, ``(batch, tokens)`` or ``(batch,)``, nonzero for what counts; None: all count."""
+        """The mask of a kept call, ``(batch, tokens)`` or ``(batch,)``, nonzero for tokens or samples that count.
+
+        None: all count. ``StepwiseCalibration`` asks for it before each run in which modules observe the call.
+        """
         call: _Call = self._batches.note(index)
         return call.mask
 

@@ -164,14 +164,20 @@ class Observation:
 
     @property
     def is_fitted(self) -> bool:
-        """Whether some weight is fitted to data and the fit is judged; the result then says how it went."""
+        """Whether some weight is fitted to data and the fit is judged.
+
+        ``result_of`` (:mod:`.finalize`) asks this for the result, which then says how the fit went.
+        """
         return self.judges_fit and any(
             base == "weight" and is_fitted(observer) for (_, base), observer in self.observers.items()
         )
 
     @property
     def all_observers(self) -> list[Observer]:
-        """The observers of the plan, helper observers, and the observers of hold-outs: all that can be reset."""
+        """The observers of the plan, helper observers, and the observers of hold-outs.
+
+        They are reset by :meth:`forget`, and by calibrations part by part once a part is finished.
+        """
         observers = list((self.observers | self.data_observers).values())
         for hold_out in self.hold_outs.values():
             observers += hold_out.observers.values()
@@ -181,7 +187,8 @@ class Observation:
     def weighed_modules(self) -> list[str]:
         """Names of the modules for whose weights tokens count by their gradients (``weigh_tokens``).
 
-        The hooks make a :class:`.TokenWeights` for these modules, if there are any.
+        The hooks make a :class:`.TokenWeights` for these modules, if there are any. Calibrations from files, and
+        training of weights, refuse them before the data.
         """
         names = []
         for (name, _), observer in self.data_observers.items():
@@ -193,7 +200,8 @@ class Observation:
     def input_counts(self) -> dict[str, Support]:
         """By module name, how often each value of its input was observed, if the observer counts (``histogram``...).
 
-        Reports measure the errors of inputs on these counts, without running the model again.
+        ``callbacks/results.py`` reads it after the calibration, to measure the errors of inputs on these counts without
+        running the model again.
         """
         counts_of_modules = {}
         for (name, base), observer in self.observers.items():
@@ -221,7 +229,9 @@ class Observation:
         self.hold_outs.clear()
 
     def drop_outputs(self, followed: Collection[str]) -> None:
-        """Remove the outputs of some modules from plan and observers; called by :func:`.finalize`, and on loading.
+        """Remove the outputs of some modules from plan and observers.
+
+        Called by :func:`.settle_outputs` after the data, and when a session loads a saved calibration.
 
         Args:
             followed: names of the modules whose output is not quantized (:attr:`.OutputReaders.followed`).
@@ -258,7 +268,11 @@ class Observation:
 
 
 def fused_sets_by_module(plan: Plan) -> dict[str, tuple[str, ...]]:
-    """By name of each module in a fused set, the names of all modules of the set."""
+    """By name of each module in a fused set, the names of all modules of the set.
+
+    Called once by the hooks (:mod:`.hooks`) and :class:`.TokenWeights` when they are made, and by
+    ``QuantizedFiles.fused_sets`` (``streaming/quantized_files.py``).
+    """
     fused_sets: dict[str, tuple[str, ...]] = {}
     for group in plan.fused:
         fused_sets |= dict.fromkeys(group, tuple(group))
@@ -391,7 +405,8 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 # ---------------------------------------------------------------------- the result
 
 
-#: the fields of a result that grow part by part
+#: the fields of a result that grow part by part: :meth:`CalibrationResult.add` adds to them, and
+#: ``streaming/layerwise.py`` saves them after each block
 ADDED = (
     "skipped",
     "fallback",
@@ -410,6 +425,8 @@ _COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "c
 class PlanSummary:
     """What is known of the quantized model before any data, from the plan of the calibration.
 
+    ``result_of`` (:mod:`.finalize`) makes one for each result; reports and the command line's closing lines read it.
+
     Attributes:
         fused: groups of names of modules that are quantized together or not at all.
         left_out: by name of a targeted module that cannot be quantized, the reason (tied to an embedding, say).
@@ -426,7 +443,9 @@ class PlanSummary:
 
 @dataclass(repr=False)
 class CalibrationResult:
-    """The result of a calibration; ``session.result`` and ``callback.result`` are one.
+    """The result of a calibration, for people, reports and the command line: ``session.result``, ``callback.result``.
+
+    ``result_of`` (:mod:`.finalize`) makes it from the plan, and ``finalize`` fills in the rest.
 
     Attributes:
         scheme: short name of the scheme.
@@ -486,7 +505,11 @@ class CalibrationResult:
             setattr(self, name, total | addend if isinstance(total, dict) else total + addend)
 
     def facts(self) -> dict[str, str]:
-        """The main facts as texts by name, in the order in which summary, report page, log and ``repr`` show them."""
+        """The main facts as texts by name, in the order in which they are shown.
+
+        Called by :meth:`line` and ``repr``, by ``report/page.py`` for the report, and by the command line when it has
+        quantized files.
+        """
         has_ranks = self.ranks > 1
         facts = {
             "scheme": self.scheme,
@@ -508,7 +531,8 @@ class CalibrationResult:
     def line(self, between: str) -> str:
         """The facts without the scheme on one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s...
 
-        The message at the end of a calibration and the closing summary show it.
+        Called for the message at the end of a calibration (``callbacks/trainer_session.py``) and for the closing
+        summary (``report/summary.py``).
 
         Args:
             between: the text between two facts.

@@ -18,7 +18,9 @@ from lightning_obs.observers.observer import ReadCache
 
 @dataclass
 class ObservedCalls:
-    """The state of the observed calls of a model.
+    """The state of the observed calls of a model; ``Observation.calls`` is one.
+
+    Hooks and the session change it while data run. :func:`.finalize` and the properties of the session read it.
 
     Attributes:
         batches: how many batches (usually calls of the model) were observed.
@@ -51,7 +53,10 @@ class ObservedCalls:
         return self.batches - 1 if self.number is None else self.number
 
     def number_batch(self, number: int | None) -> None:
-        """Say which batch of this rank runs next; the calibration from files runs each batch once for each block.
+        """Say which batch of this rank runs next.
+
+        The calibration from files, which runs each batch once for each block, calls this before each run
+        (``streaming/blocks.py``), and with None after the last one.
 
         Args:
             number: of the batch, from 0; None: batches run once and are counted.
@@ -59,5 +64,8 @@ class ObservedCalls:
         self.number = number
 
     def paused(self) -> AbstractContextManager[None]:
-        """A context manager in which hooks ignore the calls of the model."""
+        """A context manager in which hooks ignore the calls of the model.
+
+        Entered by ``CalibrationSession.paused``, and by :class:`.TokenWeights` while a copy of the model runs.
+        """
         return patch_attr(self, "is_paused", True)

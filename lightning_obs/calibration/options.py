@@ -36,7 +36,10 @@ _Taker = TypeVar("_Taker", bound=Callable[..., Any])
 
 
 class OptionKeywords(TypedDict, total=False):
-    """The fields of :class:`CalibrationOptions`, as the type of ``**options`` for type checkers and editors."""
+    """The fields of :class:`CalibrationOptions`, as the type of ``**options`` for type checkers and editors.
+
+    The session, the callbacks, and the functions that choose schemes or quantize files annotate ``**options`` with it.
+    """
 
     targets: str | Sequence[str] | None
     ignore: str | Sequence[str]
@@ -185,21 +188,26 @@ class CalibrationOptions:
 
     @property
     def label(self) -> str:
-        """Short name of scheme and rounding, for messages and reports: ``FP8``."""
+        """Short name of scheme and rounding: ``FP8``.
+
+        Read when a session, a callback or a result is made, which keep it for messages and reports.
+        """
         return label(self.scheme, self.config)
 
     @property
     def beside_scheme(self) -> dict[str, Any]:
         """The fields that are no part of the config (engines, ``on_missing``, ...), by name.
 
-        Used to make other options with another scheme: candidates of a choice, :meth:`with_config`.
+        Read to make other options with another scheme (:meth:`with_config`, ``choose_observers``, and the command
+        line's choice of a scheme), and by ``streaming/finished_blocks.py`` to compare a run with a killed one.
         """
         return {name: getattr(self, name) for name in self.names(type(self)) if name not in _OF_SCHEME}
 
     def with_config(self, config: QuantizationConfig) -> CalibrationOptions:
         """These options with a complete config in place of scheme, targets, observers and the like.
 
-        The kv cache of these options stays if ``config`` has none. Used for a config that was chosen by measurement.
+        The kv cache of these options stays if ``config`` has none. Called by ``AutoObservers`` and the command line
+        once a config was chosen by measurement, and when such a choice is loaded from a checkpoint.
         """
         config = config.model_copy(update={"kv_cache_scheme": config.kv_cache_scheme or self.config.kv_cache_scheme})
         return CalibrationOptions(config, **self.beside_scheme)
@@ -208,20 +216,24 @@ class CalibrationOptions:
     def names_weight_observer(self) -> bool:
         """Whether the user names an observer for weights, which a recipe then does not replace.
 
-        Asked when a recipe is fitted to the model, and when token weights are missing.
+        Asked when a recipe is fitted to the model (:mod:`.fitted_recipe`), and when a :class:`.TokenWeights` is made.
         """
         return names_observer(self.observers, "weight")
 
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
         """These options with ``change(recipe)`` as their recipe; the same options if they have no recipe.
 
-        Quantized fits and calibrations layer by layer remove the parts of a recipe that they cannot use.
+        Called by ``QuantizationAwareTraining`` when weights are trained, and by ``calibrate_layerwise``, to remove the
+        part of a recipe that they cannot use (rounding; token weights).
         """
         return self if self.recipe is None else replace(self, recipe=change(Recipe.of(self.recipe)))
 
     @property
     def engine(self) -> Engine:
-        """The first of ``engines``, for which the checkpoint is written; its fused sets shape the plan."""
+        """The first of ``engines``, for which the checkpoint is written; "transformers" if none is named.
+
+        Asked when an observation begins: the engine's fused sets shape the plan.
+        """
         return engine_of(self.engines[0] if self.engines else "transformers")
 
     @property

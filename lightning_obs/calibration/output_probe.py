@@ -53,7 +53,9 @@ _BESIDE_LOGITS = "pred_"
 
 @dataclass(frozen=True)
 class ProbedTensor:
-    """A tensor of a model's output that is probed; made by :meth:`OutputProbe.tensors_of`.
+    """A tensor of a model's output that is probed.
+
+    :meth:`OutputProbe.tensors_of` makes it; :meth:`OutputProbe.run_backward` and :func:`rows_that_count` read it.
 
     Attributes:
         number: which random signs it gets (:class:`.ProbeSigns`); tensors at different places of an output have
@@ -70,8 +72,9 @@ class ProbedTensor:
 class OutputProbe:
     """Runs backward from probes of a model's output; :class:`.TokenWeights` has one.
 
-    For each call it runs a copy of the model, and calls :meth:`watch` before, :meth:`tensors_of` and
-    :meth:`run_backward` after the copy's forward.
+    For each call of the model it runs a copy of the model, and calls :meth:`watch` before, :meth:`tensors_of` and
+    :meth:`run_backward` after the copy's forward. In the first call it also gives the model's own output to
+    :meth:`tensors_of`, to compare the two outputs.
 
     Args:
         model: any model. If its ``config`` says ``problem_type="regression"`` (transformers), its ``logits`` are probed
@@ -84,15 +87,17 @@ class OutputProbe:
         self._last_layer = LastLayer()
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
-        """Note the last layer of the next call of ``model``, which tells the class dimension of logits.
+        """Note the last layer of the next call of ``model`` (the copy), which tells the class dimension of logits.
 
-        ``stack`` removes the hooks.
+        Called before each forward of the copy. ``stack`` removes the hooks.
         """
         self._last_layer = LastLayer()
         self._last_layer.watch(model, stack)
 
     def tensors_of(self, output: Any) -> list[ProbedTensor]:
         """The tensors of an output that are probed; empty if it has no floating-point tensor with a batch dimension.
+
+        Called after the forward of the copy, and once with the output of the model itself (the class says why).
 
         Raises:
             CalibrationError: it cannot be told which dimension of the logits holds the classes.

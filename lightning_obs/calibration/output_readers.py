@@ -118,11 +118,14 @@ class OutputReaders:
 
     @property
     def begin_at_zero(self) -> set[str]:
-        """Names of the modules whose output no operation but a ReLU reads."""
+        """Names of the modules whose output no operation but a ReLU reads.
+
+        ``settle_outputs`` (:mod:`.quantized_outputs`) reads this once the records of all ranks were merged.
+        """
         return {name for name, is_rectified in self.rectified.items() if is_rectified}
 
     def note_output(self, name: str, output: torch.Tensor) -> None:
-        """Record that a module with a planned output returns ``output``.
+        """Record that a module with a planned output returns ``output``; a forward hook of the module calls this.
 
         If a submodule has returned the same tensor before, the submodule's output is quantized, and the outer module
         goes to ``followed``.
@@ -134,7 +137,10 @@ class OutputReaders:
             self.keep(_Value(name=name), output)
 
     def note_block_output(self, name: str, output: Any) -> None:
-        """Record whether the output that a block returns is a sum of quantized outputs: only then is it quantized."""
+        """Record whether the output that a block returns is a sum of quantized outputs: only then is it quantized.
+
+        A forward hook of the block calls this, before the hook that calls :meth:`note_output`.
+        """
         value = self._known(output) if isinstance(output, torch.Tensor) else None
         is_sum = value is not None and value.name is None
         self.sums[name] = is_sum and self.sums.get(name, True)
@@ -142,14 +148,14 @@ class OutputReaders:
     def note_passed_on(self, value: torch.Tensor, output: torch.Tensor) -> None:
         """Record that a transparent module (max pooling, flatten) was given ``value`` and returns ``output``.
 
-        The output then holds whatever ``value`` holds.
+        The output then holds whatever ``value`` holds. A forward hook of the transparent module calls this.
         """
         known = self._known(value)
         if known is not None:
             self.keep(known, output)
 
     def note_input(self, name: str, value: torch.Tensor, is_follower: bool) -> None:
-        """Record which quantized output a module reads, before the module runs.
+        """Record which quantized output a module reads; a pre-hook of the module calls this before the module runs.
 
         Args:
             name: of the module, whose input is quantized or which is a follower.

@@ -32,8 +32,8 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 class PairedInputs:
     """Gives pairs of inputs to the observers of the modules of one step.
 
-    For each batch, the caller runs the model inside :meth:`watch_exact`, again inside :meth:`watch_quantized`, and then
-    calls :meth:`forget`.
+    :class:`.StepwiseCalibration` makes one for each step with a correction. For each batch, it runs the model inside
+    :meth:`watch_exact`, again inside :meth:`watch_quantized`, and then calls :meth:`forget`.
 
     Args:
         model: the model that runs; transformers' models are known to be batch first.
@@ -69,11 +69,17 @@ class PairedInputs:
         self._measured: dict[Hashable, Any] = {}
 
     def watch_exact(self, stack: ExitStack) -> None:
-        """Register hooks that keep the modules' inputs in a full-precision run; ``stack`` removes the hooks."""
+        """Register hooks that keep the modules' inputs in a full-precision run; ``stack`` removes the hooks.
+
+        Called before the full-precision run of each batch.
+        """
         self._attach(stack, self._keep_exact)
 
     def watch_quantized(self, stack: ExitStack) -> None:
-        """Register hooks that observe pairs while the same batch runs quantized; ``stack`` removes the hooks."""
+        """Register hooks that observe pairs while the same batch runs quantized; ``stack`` removes the hooks.
+
+        Called before the quantized run of each batch.
+        """
         self._attach(stack, self._observe_pair)
 
     def forget(self) -> None:

@@ -173,7 +173,7 @@ def _numbers_of_samples(
         factors = _factors(integers.shape[1], generator)
     products = integers * factors.to(integers.device)
     digests = products.reshape(samples, -1).sum(1)  # modulo 2 ** 64: the same in any order
-    return (digests >> 40) & (rows - 1)
+    return (digests >> 40) & (rows - 1)  # high bits, which depend on all bits of the inputs below them
 
 
 def _factors(count: int, generator: torch.Generator) -> torch.Tensor:

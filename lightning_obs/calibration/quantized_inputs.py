@@ -35,6 +35,7 @@ def calibrate_on_quantized_inputs(
 ) -> CalibrationResult:
     """Calibrate all planned modules step by step, and write their qparams. Every rank must call this.
 
+    ``CalibrationSession.finalize`` calls this in place of :func:`.finalize` if weights are rounded on quantized inputs.
     Afterwards the model's training mode, its buffers and the random number generators are as before.
 
     Args:
@@ -46,8 +47,8 @@ def calibrate_on_quantized_inputs(
         The result; its ``seconds`` are for the caller to add.
 
     Raises:
-        CalibrationError: as :func:`.finalize`. Some qparams may have been written by then; the caller restores the
-            earlier ones.
+        CalibrationError: data are missing or not finite, or some rank failed, as in :func:`.finalize`. Some qparams may
+            have been written by then; the caller restores the earlier ones.
     """
     model = observation.model
     observation.skipped = set()

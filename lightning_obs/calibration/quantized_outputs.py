@@ -42,7 +42,10 @@ _TRANSPARENT = (
 
 
 def is_transparent(module: nn.Module) -> bool:
-    """Whether the module only selects or reshapes values of its input, so that its output keeps the input's range."""
+    """Whether the module only selects or reshapes values of its input, so that its output keeps the input's range.
+
+    :func:`attach_readers` asks this for each module of the model.
+    """
     return type(module) in _TRANSPARENT
 
 
@@ -100,7 +103,10 @@ class _ReaderHooks:
         self._stack = stack
 
     def keep(self, module: nn.Module, handle: RemovableHandle) -> None:
-        """Let ``stack`` remove a hook that was just registered, and leave the hook out of copies of its module."""
+        """Let ``stack`` remove a hook, and leave the hook out of copies of its module.
+
+        :func:`attach_readers` and :func:`_attach_watch` call this for each hook that they register.
+        """
         self._stack.callback(keep_hook_out(module, handle))
 
     def are_due(self) -> bool:
@@ -108,27 +114,27 @@ class _ReaderHooks:
         return self.observation.calls.batches <= 1
 
     def on_block_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of a block whose output is planned."""
+        """Forward hook of a block whose output is planned: in the first batch, note whether the output is a sum."""
         if self.are_due():
             with apart_from_model():
                 self.readers.note_block_output(name, output)
 
     def on_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of a module, or block, whose output is planned."""
+        """Forward hook of a module, or block, whose output is planned: in the first batch, note the output."""
         is_quantized = self.readers.sums.get(name, True)  # False: a block whose output is no sum
         if self.are_due() and is_quantized and isinstance(output, torch.Tensor):
             with apart_from_model():
                 self.readers.note_output(name, output)
 
     def on_input(self, name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
-        """Forward pre-hook of a module whose input is planned, or of a follower."""
+        """Forward pre-hook of a module whose input is planned, or of a follower: in the first batch, note the input."""
         value = first_tensor(args)
         if self.are_due() and value is not None:
             with apart_from_model():
                 self.readers.note_input(name, value, is_follower)
 
     def on_transparent_output(self, _: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of a transparent module."""
+        """Forward hook of a transparent module: in the first batch, note that its output holds values of its input."""
         value = first_tensor(args)
         if self.are_due() and value is not None and isinstance(output, torch.Tensor):
             with apart_from_model():
@@ -232,7 +238,10 @@ def settle_outputs(observation: Observation, readers: OutputReaders) -> set[str]
 
 
 def qparams_from_zero(observer: Observer) -> QParamsDict:
-    """The qparams of an output that only a ReLU reads: the observed range, with negative values cut off."""
+    """The qparams of an output that only a ReLU reads: the observed range, with negative values cut off.
+
+    ``finalize`` calls this for the modules that :func:`settle_outputs` has named.
+    """
     low, high = observer.get_min_max()
     return compute_qparams(low.clamp(min=0), high.clamp(min=0), observer.args, signed=observer.signed)
 

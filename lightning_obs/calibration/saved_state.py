@@ -73,7 +73,10 @@ def dump_state(
 
 
 def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Turn ``{"layer.weight_scale": value}`` into ``{"layer": {"weight_scale": value}}``, to write it to modules."""
+    """Turn ``{"layer.weight_scale": value}`` into ``{"layer": {"weight_scale": value}}``, to write it to modules.
+
+    Called by :func:`load_state` and ``CalibrationSession.write_scales``.
+    """
     nested: dict[str, dict[str, Any]] = {}
     for full_name, value in values.items():
         module_name, _, key = str(full_name).rpartition(".")
@@ -150,7 +153,12 @@ def _without_observers(fields: Mapping[str, Any]) -> dict[str, Any]:
 def changes(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """A text for each field whose value differs: ``["ranks: 2 -> 1"]``.
 
-    Used for configs here, and for the facts of unfinished runs in ``streaming/finished_blocks.py``.
+    Called by :func:`changed_options` for configs, and by ``streaming/finished_blocks.py`` for the facts of a killed
+    run.
+
+    Args:
+        saved: the fields of the saved state, by name.
+        present: the fields of the present run; a field that one of the two lacks counts as None there.
     """
     texts = []
     for name in dict.fromkeys([*saved, *present]):
@@ -173,6 +181,8 @@ def refuse_other_options(state: Mapping[str, Any], config: QuantizationConfig) -
 
 def flat_fields(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the values of nested dicts with their paths: ``("weights.num_bits", 8)``.
+
+    Called for configs by :func:`changed_options`, and by ``streaming/finished_blocks.py`` for the facts of a run.
 
     Args:
         value: the dict; anything else is yielded as it is.
@@ -203,7 +213,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
     """The statistics of observers so far: ``{"layer.input": {statistic: value}}``.
 
     Observers without statistics are left out. Tensors are the observers' own, not copies. Called by
-    :func:`dump_observation`, and for a checkpoint of a quantized fit between two observations.
+    :func:`dump_observation`, and by ``QuantizedTraining.state_dict`` for a checkpoint between two observations.
 
     Raises:
         CalibrationError: a statistic is no tensor, number or string, so a checkpoint cannot hold it.
@@ -216,7 +226,7 @@ def dump_statistics(observers: Mapping[Key, Observer]) -> dict[str, dict[str, An
 def load_statistics(observers: Mapping[Key, Observer], state: Mapping[str, Mapping[str, Any]]) -> None:
     """Give observers the statistics of a :func:`dump_statistics`; observers without an entry do not change.
 
-    Called when a quantized fit resumes from its checkpoint.
+    Called by :func:`load_observation` and ``QuantizedTraining.load_state_dict``, when a quantized fit resumes.
 
     Raises:
         CalibrationError: an observer's class declares a statistic that it did not declare when the state was saved.
@@ -255,9 +265,10 @@ def _require_declared(observer: Observer, statistics: Mapping[str, Any], where: 
 def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives) -> dict[str, Any]:
     """Gather the statistics of all ranks in an observation that is not complete. Every rank must call this.
 
-    Called when Lightning writes a checkpoint in the middle of a quantized fit's observation. A checkpoint holds one
-    state for all ranks. Extremes and counts, which can be reduced exactly, are stored once. Statistics whose reduction
-    depends on the order (moving averages, sums of floats, undeclared statistics) are stored for each rank.
+    Called by ``QuantizedTraining.state_dict``, when Lightning writes a checkpoint in the middle of a quantized fit's
+    observation. A checkpoint holds one state for all ranks. Extremes and counts, which can be reduced exactly, are
+    stored once. Statistics whose reduction depends on the order (moving averages, sums of floats, undeclared
+    statistics) are stored for each rank.
 
     Args:
         observers: they keep their statistics.
@@ -288,8 +299,9 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
 
 
 def load_observation(observers: Mapping[Key, Observer], state: Mapping[str, Any], collectives: Collectives) -> bool:
-    """Give observers the statistics of a :func:`dump_observation`, when a quantized fit resumes.
+    """Give observers the statistics of a :func:`dump_observation`.
 
+    ``QuantizedTraining.load_state_dict`` calls this when a quantized fit resumes.
     Rank 0 takes the reduced statistics, and every rank takes those that were stored for it.
 
     Returns:

@@ -129,22 +129,34 @@ class CalibrationSession:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the model has to be run: for static activations, or for weights that need inputs."""
+        """Whether the model has to be run: for static activations, or for weights that need inputs.
+
+        Callbacks, command line and file calibrations ask this before they run data.
+        """
         return self.observation.needs_data
 
     @property
     def collectives(self) -> Collectives:
-        """How this rank communicates with the other ranks of the run."""
+        """How this rank communicates with the other ranks of the run.
+
+        The callbacks ask for it when they export or report, and the calibration layer by layer in each step.
+        """
         return self.observation.collectives
 
     @property
     def batches(self) -> int:
-        """How many batches this rank has observed."""
+        """How many batches this rank has observed.
+
+        Quantized training asks this after each batch, to know when it has observed enough.
+        """
         return self.observation.calls.batches
 
     @property
     def skipped(self) -> set[str]:
-        """Names of modules that were left in full precision, because no data reached them."""
+        """Names of modules that were left in full precision, because no data reached them; empty before the data.
+
+        Read after a calibration: by :meth:`state_dict`, quantized training and ``sensitivity``.
+        """
         return self.observation.skipped
 
     # ------------------------------------------------------------------ before data
@@ -204,7 +216,10 @@ class CalibrationSession:
 
     @property
     def is_attached(self) -> bool:
-        """Whether hooks are on the model."""
+        """Whether hooks are on the model.
+
+        The callbacks ask this before each batch, and at the end of a validation to know whether it was observed.
+        """
         return self._hooks.is_attached
 
     def attach(
@@ -213,7 +228,7 @@ class CalibrationSession:
         """Attach the hooks: the model's calls are observed from now on.
 
         Called by ``with session:``, by the callbacks when a validation or an observation of training batches starts,
-        and by the functions that choose schemes.
+        by the functions that choose schemes, and by ``calibrate_layerwise`` before its first block.
 
         Args:
             count_calls: count each call of ``model`` as a batch. False: the caller counts (:meth:`count_batches`), for
@@ -243,7 +258,11 @@ class CalibrationSession:
             self._kept_calls.attach(self._hooks.token_weights, forget)
 
     def detach(self) -> None:
-        """Remove all hooks; statistics and kept calls stay. Can be called at any time, any number of times."""
+        """Remove all hooks; statistics and kept calls stay. Nothing happens if no hooks are attached.
+
+        Called at the end of ``with session:``, by :meth:`attach` and :meth:`finalize`, and by the callbacks when a run
+        ends, however it ends.
+        """
         self._hooks.detach()
         if self._kept_calls is not None:
             self._kept_calls.detach()
@@ -253,7 +272,7 @@ class CalibrationSession:
     def paused(self) -> AbstractContextManager[None]:
         """A context manager in which the model can run without being observed.
 
-        Distillation enters it to run the unquantized model as its teacher.
+        ``QuantizedTraining.unquantized`` enters it, so that distillation can run the unquantized model as its teacher.
         """
         return self.observation.calls.paused()
 
@@ -267,7 +286,9 @@ class CalibrationSession:
         self.observation.calls.cache.forget()  # frees the last tensor's statistics, perhaps a Hessian
 
     def mask_tokens(self, mask: torch.Tensor | None) -> None:
-        """Keep padding out of every observer from the next call of the model on; called before each batch.
+        """Keep padding out of every observer from the next call of the model on.
+
+        The callbacks call this before each batch that is observed.
 
         Args:
             mask: ``(batch, tokens)`` or ``(batch,)``, nonzero for tokens or samples that count; None: all count. A mask
@@ -290,6 +311,9 @@ class CalibrationSession:
     def count_batches(self, number: int = 1, after: int | None = None) -> None:
         """Count observed batches, if the calls of the model are not counted (``attach(count_calls=False)``).
 
+        The callbacks call this before each observed validation batch, quantized training after each observed training
+        batch, and ``calibrate_layerwise`` once for all batches.
+
         Args:
             number: how many batches to add.
             after: set the count to this number first, when a run resumes; None: add to the present count.
@@ -303,9 +327,10 @@ class CalibrationSession:
     def finalize(self, *, weights: bool = True, activations: bool = True) -> CalibrationResult:
         """Observe the weights as they are now, compute and check all qparams, and write them to the modules.
 
-        Called at the end of ``with session:``, by the callbacks at the end of a validation, and by quantized training
-        when weights have changed. If weights are rounded on quantized inputs, this runs the kept calls of the model,
-        and computes all qparams whatever the arguments say. Every rank must call it.
+        Called at the end of ``with session:``, by the callbacks at the end of a validation, by quantized training when
+        an observation ends or weights have changed, and by ``sensitivity`` for each candidate. If weights are rounded
+        on quantized inputs, this runs the kept calls of the model, and computes all qparams whatever the arguments say.
+        Every rank must call it.
 
         Args:
             weights: False: do not observe the weights; their qparams do not change.
@@ -341,7 +366,10 @@ class CalibrationSession:
 
     @property
     def qparams(self) -> dict[str, torch.Tensor]:
-        """The qparams that this session has written, ``{"layer.weight_scale": tensor}`` on the CPU."""
+        """The qparams that this session has written, ``{"layer.weight_scale": tensor}``, as new copies on the CPU.
+
+        Read by :meth:`state_dict`, and by the callbacks' results to follow how scales drift in a fit.
+        """
         return self._written.on_host()
 
     # ------------------------------------------------------------------ resume
@@ -369,7 +397,10 @@ class CalibrationSession:
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
-        """Replace scales of calibrated modules; quantized training writes its learned scales by this.
+        """Replace scales of calibrated modules, and note whether they belong to the present weights.
+
+        Quantized training calls this with its learned scales whenever they may have changed; and with no scales, to
+        note that the qparams are from now on those of weights that were trained.
 
         Args:
             scales: ``{"layer.weight_scale": tensor}``; qparams without an entry stay.
@@ -389,13 +420,16 @@ class CalibrationSession:
 
     @property
     def has_written(self) -> bool:
-        """Whether this session has written qparams."""
+        """Whether this session has written qparams, calibrated or loaded.
+
+        The callbacks ask this at the start of fits, validations and tests, which differ for a calibrated model.
+        """
         return bool(self._written)
 
     def in_force(self) -> AbstractContextManager[None]:
         """A context manager in which the modules have this session's qparams, whatever another session wrote since.
 
-        Exports and reports enter it.
+        Exports and reports of the callbacks enter it (``callbacks/results.py``), and a validation that runs quantized.
         """
         return self._written.in_force()
 
@@ -433,7 +467,10 @@ class _WrittenQParams:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """A ``with`` block that writes qparams to the modules: they become the session's, or are undone by an error."""
+        """A ``with`` block that writes qparams to the modules: they become the session's, or are undone by an error.
+
+        The session's ``finalize``, ``load_state_dict`` and ``write_scales`` enter it.
+        """
         earlier = calibration_of(self._model)
         try:
             yield
@@ -454,14 +491,17 @@ class _WrittenQParams:
             put_back(present)
 
     def on_host(self) -> dict[str, torch.Tensor]:
-        """The session's qparams, ``{"layer.weight_scale": tensor}``, as copies on the CPU."""
+        """The session's qparams, ``{"layer.weight_scale": tensor}``, as copies on the CPU.
+
+        Called whenever the session's ``qparams`` is read.
+        """
         qparams = {target.name: qparams_of(self._calibration, target.module) for target in self._plan.targets}
         return on_host(qparams)
 
     def checksums(self) -> dict[str, Mapping[str, int]]:
         """The checksums of the weights to which the qparams belong, ``{"layer": {"weight": checksum}}``.
 
-        A saved state holds them, so that weights that have changed since are noticed.
+        The session's ``state_dict`` saves them, so that weights that have changed since are noticed.
         """
         checksums: dict[str, Mapping[str, int]] = {}
         with without_wrappers(self._model), without_adapters(self._model):

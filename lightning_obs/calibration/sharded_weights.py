@@ -36,6 +36,8 @@ _Unit: TypeAlias = list[Key]
 class ShardedWeights:
     """Observes the weights of a model of which at least some are sharded over ranks.
 
+    :class:`.WeightSearch` makes one in each finalization of such a model.
+
     Args:
         modules: the module of each weight.
         observers: the observer of each weight.
@@ -67,7 +69,7 @@ class ShardedWeights:
     def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
         """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
 
-        :meth:`.WeightSearch.observe` calls this in its place.
+        :meth:`.WeightSearch.observe` calls this, and leaves the whole work to it.
 
         Args:
             keys: the weights to observe; the same on every rank on which nothing failed.

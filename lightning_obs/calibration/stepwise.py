@@ -53,7 +53,8 @@ _CPU = torch.device("cpu")
 class Batches(Protocol):
     """The calibration batches of this rank, each of which can be run any number of times.
 
-    :class:`.KeptCalls` and ``FileBatches`` of ``streaming/blocks.py`` are of this kind.
+    A protocol: :class:`.KeptCalls` and ``FileBatches`` (``streaming/blocks.py``) have these methods, and
+    :class:`StepwiseCalibration` calls them.
     """
 
     def __len__(self) -> int:
@@ -68,12 +69,17 @@ class Batches(Protocol):
         """
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """The mask of the tokens of batch ``index`` that count, on the CPU; None: all tokens count."""
+        """The mask of the tokens of batch ``index`` that count, on the CPU; None: all tokens count.
+
+        Asked before each run in which the modules of a step observe the batch.
+        """
 
 
 @dataclass(frozen=True)
 class Blocks:
     """The blocks of a model, which it calls one after the other. Without blocks, the model runs as a whole.
+
+    :mod:`.quantized_inputs` or ``streaming/layerwise.py`` makes one for a :class:`StepwiseCalibration`.
 
     Attributes:
         name: the name of the list of blocks in the model.
@@ -84,7 +90,10 @@ class Blocks:
     modules: Sequence[nn.Module] = ()
 
     def holds(self, index: int, name: str) -> bool:
-        """Whether the module ``name`` of the model is inside the block ``index``."""
+        """Whether the module ``name`` of the model is inside the block ``index``.
+
+        A :class:`StepwiseCalibration` asks this when a block is finished.
+        """
         return name.startswith(f"{self.name}.{index}.")
 
 
@@ -115,8 +124,9 @@ def require_steps_possible(observation: Observation) -> None:
 class StepwiseCalibration:
     """Calibrates the planned modules of a model position by position.
 
-    The owner enters :meth:`attached`, calls :meth:`calibrate_position` for each position in order, and
-    :meth:`calibrate_rest` for modules that no batch called. Every rank does the same.
+    :func:`.calibrate_on_quantized_inputs` or a run of ``calibrate_layerwise`` owns one. The owner enters
+    :meth:`attached`, calls :meth:`calibrate_position` for each position in order, and :meth:`calibrate_rest` for
+    modules that no batch called. Every rank does the same.
 
     Args:
         observation: of the model, which must be in evaluation mode. Its observers have no statistics yet.
@@ -164,7 +174,10 @@ class StepwiseCalibration:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Make the model run block by block, eagerly and unfused, inside the ``with`` block."""
+        """Make the model run block by block, eagerly and unfused, inside the ``with`` block.
+
+        The owner enters it before the first position.
+        """
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
             stack.enter_context(unfused(self.observation.model))

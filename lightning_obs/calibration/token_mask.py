@@ -30,7 +30,7 @@ Layout: TypeAlias = Literal["tokens", "heads", "positions", "flattened", "routed
 class TokenSelection:
     """Selects the rows of activations that a mask keeps, and remembers the layouts that earlier calls have shown.
 
-    The hooks of an observation share one, made when the first mask is used.
+    The hooks of an observation share one, made when the first mask is used; a :class:`.PairedInputs` has its own.
 
     Args:
         batch_first: whether the model's activations are known to be ``(batch, tokens, ...)``, or flattened in that
@@ -127,8 +127,8 @@ class TokenSelection:
 def take(value: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """``value[counts]`` for a mask ``counts`` on the host.
 
-    A boolean mask on an accelerator would make the host wait for the number of rows. So the indices are computed on the
-    host and sent.
+    Called here and in :mod:`.expert_tokens` to drop the rows that do not count. A boolean mask on an accelerator would
+    make the host wait for the number of rows. So the indices are computed on the host and sent.
     """
     indices = []
     for index in counts.nonzero(as_tuple=True):

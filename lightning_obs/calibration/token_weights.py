@@ -201,7 +201,10 @@ class TokenWeights:
         return observers
 
     def reader_of(self, name: str) -> Hashable:
-        """The key of a module in ``_weights``: its fused set, or its name if it is in none."""
+        """The key of a module in ``_weights``: its fused set, or its name if it is in none.
+
+        Also asked by :class:`.PairedInputs`: inputs of modules with different keys are weighed differently.
+        """
         return self._fused_sets.get(name, name)
 
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
@@ -225,15 +228,15 @@ class TokenWeights:
         return self._weights
 
     def use(self, weights: WeightsOfCall) -> None:
-        """Weigh the tokens of the next run by ``weights``; called before a kept call runs again."""
+        """Weigh the tokens of the next run by ``weights``; ``KeptCalls.run`` calls this before it repeats a call."""
         self._weights = weights
         self._weighed_calls.clear()
 
     def weigh(self, name: str, value: torch.Tensor, call: int | None = None) -> torch.Tensor:
         """Return an input ``(..., C)`` of a module in float32, each token multiplied by the square root of its weight.
 
-        The sum of ``x x^T`` over these tokens is the weighted sum. Hooks call this for each input that a weight's
-        observer observes.
+        The sum of ``x x^T`` over these tokens is the weighted sum. The hooks of :mod:`.hooks` call this for each input
+        that a weight's observer observes, and :class:`.PairedInputs` for both inputs of a pair.
 
         Args:
             name: of the module.
@@ -266,7 +269,8 @@ class TokenWeights:
     def warn_of_tokens_that_count_alike(self) -> None:
         """Warn of modules whose tokens count alike although a recipe asks for weights, and say why.
 
-        Called when the hooks are removed, and after kept calls were run again.
+        Called when the hooks are removed, and by :func:`.calibrate_on_quantized_inputs` after it has run the kept
+        calls.
         """
         names = [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
         if not names:

@@ -27,7 +27,8 @@ class TotalProgress:
     def of_part(self, names: Sequence[str]) -> Progress | None:
         """A progress function for one part, which reports the part's progress as that of the whole model.
 
-        Called before the weights of the part are searched; later parts count this part as done.
+        ``StepwiseCalibration`` calls this before the weights of the part are searched; later parts count this part as
+        done.
 
         Args:
             names: of the modules of the part.

@@ -17,6 +17,8 @@ from lightning_obs.observers import Key
 def left_in_float_without_data(observation: Observation, unreached: Collection[Key]) -> set[str]:
     """Decide which modules stay in full precision because no data reached them, and warn of them.
 
+    ``finalize`` calls this on every rank if an observer without a stand-in has no data.
+
     Args:
         observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data.
         unreached: the observers that no data reached on any rank, without those that have a stand-in.

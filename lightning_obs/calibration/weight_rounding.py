@@ -27,6 +27,8 @@ from lightning_obs.observers.statistic import Statistic, observing
 class GatheredProducts:
     """The sums of products that were gathered for one module with a weight ``(R, C)``, and by which it is rounded.
 
+    :func:`make_roundings` makes it from the statistics of observers, and :class:`WeightRounding` reads it.
+
     Attributes:
         hessian: ``sum x x^T`` over the module's inputs x, ``(C, C)``.
         output_hessian: ``sum |x|^2 g g^T`` over the gradients g at its outputs, ``(R, R)``; None: it was not gathered,
@@ -69,7 +71,8 @@ class WeightRounding(Observer):
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         """Round the weight ``value``, ``(R, C)``, and keep the result in ``rounded``.
 
-        ``finalize`` calls this on the rank that owns the weight. ``g_idx`` is not used.
+        Where other observers choose a range, this one rounds. ``finalize`` calls it on the rank that owns the weight,
+        and :func:`.judge_fit` for its second fit. ``g_idx`` is not used.
         """
         qparams: Any = self._qparams
         options = self.rounding or RoundingOptions()
@@ -102,7 +105,8 @@ def make_roundings(
 ) -> dict[Key, WeightRounding]:
     """Make a rounding for each weight that is to be rounded; a warning names those without a Hessian.
 
-    ``finalize`` calls this once all scales were computed and checked.
+    ``finalize`` calls this once all scales were computed and checked, and :func:`.judge_fit` for its second fit of one
+    weight.
 
     Args:
         observers: of the weights. An observer that gathers a Hessian of inputs itself provides it.

@@ -36,7 +36,9 @@ from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_sha
 
 
 class LearnedScales:
-    """A log factor for every scale of a plan that can be learned. :class:`.QuantizedTraining` holds one.
+    """A log factor for every scale of a plan that can be learned.
+
+    :class:`.QuantizedTraining` makes one in its constructor, with ``train="scales"`` or ``"all"``.
 
     Static scales of weights are learned, and static scales of activations with one scale per tensor; all others are
     observed. Scales of NVFP4 are learned only if nothing else is trained, because trained weights need another global
@@ -48,7 +50,7 @@ class LearnedScales:
 
     Attributes:
         alone: as given.
-        covers_activations: whether data need not give the range of any activation.
+        covers_activations: whether all static scales of activations are learned, so that data need not give new ranges.
 
     Raises:
         CalibrationError: no scale can be learned, or weights are sharded (FSDP).
@@ -79,7 +81,11 @@ class LearnedScales:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The log factors, in the plan's order. Their gradients are averaged over ranks after each backward."""
+        """The log factors, in the plan's order.
+
+        ``QuantizationAwareTraining`` averages their gradients over ranks after each backward. Distillation reads them
+        to give them a gradient of zeros before the first calibration.
+        """
         return [scale.log_factor for scale in self._scales.values()]
 
     def join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -141,8 +147,8 @@ class LearnedScales:
     def start(self) -> None:
         """Let each module compute its scale from its factor, beginning at the first scale that calibration wrote.
 
-        Called whenever calibration has written scales to the modules; modules without a scale are left out. A factor
-        that was trained already stays.
+        ``QuantizedTraining`` calls this whenever calibration may have written scales to the modules. Modules without a
+        scale are left out. A factor that was trained already stays.
         """
         for scale in self._scales.values():
             scale.take_calibrated()
@@ -152,7 +158,10 @@ class LearnedScales:
 
     @torch.no_grad()
     def values(self) -> dict[str, torch.Tensor]:
-        """The present scales by name, ``{"layer.weight_scale": tensor}``, to be written to the modules."""
+        """The present scales by name, ``{"layer.weight_scale": tensor}``, without those that are not calibrated yet.
+
+        ``QuantizedTraining`` calls this after :meth:`start`, and lets the session write them to the modules.
+        """
         scales = {}
         for name, scale in self._scales.items():
             if scale.calibrated is not None:
@@ -161,14 +170,20 @@ class LearnedScales:
 
     @property
     def has_changed(self) -> bool:
-        """Whether training has changed a scale, in the dtype in which it is stored; asked at the end of a fit."""
+        """Whether training has changed a scale, in the dtype in which it is stored.
+
+        ``QuantizationAwareTraining`` asks this at the end of a fit, to warn if nothing has changed.
+        """
         for scale in self._scales.values():
             if scale.calibrated is not None and not torch.equal(scale.present_value(), scale.calibrated):
                 return True
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Calibrated scales and log factors, by name, for the callback's state in a checkpoint."""
+        """Calibrated scales and log factors, by name, as copies.
+
+        ``QuantizedTraining.state_dict`` calls this for the callback's state in a checkpoint.
+        """
         calibrated = {}
         log_factors = {}
         for name, scale in self._scales.items():
@@ -179,7 +194,7 @@ class LearnedScales:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load the values of a :meth:`state_dict` in place, when a fit is resumed.
+        """Load the values of a :meth:`state_dict` in place; ``QuantizedTraining.load_state_dict`` calls this.
 
         The parameters stay the same objects, because an optimizer may hold them already.
 
@@ -233,12 +248,18 @@ class _LearnedScale:
             self.log_factor = nn.Parameter(torch.zeros(shape, device=device))
 
     def present_value(self) -> torch.Tensor:
-        """Compute the scale, with a gradient to the factor. The scale must be calibrated."""
+        """Compute the scale, with a gradient to the factor. The scale must be calibrated.
+
+        Called when scales are written to the modules, and to see whether training has changed them.
+        """
         assert self.calibrated is not None
         return learned_scale(self.calibrated, self.log_factor, self.stored_dtype)
 
     def take_calibrated(self) -> None:
-        """Keep the scale that calibration wrote to the module as ``calibrated``, unless one is kept already."""
+        """Keep the scale that calibration wrote to the module as ``calibrated``, unless a scale is kept already.
+
+        Called by :meth:`LearnedScales.start`, before :meth:`set_on_module`.
+        """
         name = f"{self.base_name}_scale"
         if self.calibrated is None and hasattr(self.target.module, name):
             self.calibrated = getattr(self.target.module, name).clone()
@@ -268,10 +289,10 @@ class _LearnedScale:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """For a fit that trains nothing but scales, as a ``with`` block: no parameter of the model takes a gradient.
+    """Let no parameter of the model take a gradient inside a ``with`` block.
 
-    `QuantizationAwareTraining` enters it in ``on_train_start`` with ``train="scales"``. Dropout and batch norms are
-    in evaluation mode meanwhile.
+    Dropout and batch norms are in evaluation mode there. `QuantizationAwareTraining` enters it in ``on_train_start``
+    with ``train="scales"``, for the length of the fit.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     kinds = (_BatchNorm, _DropoutNd)
@@ -303,7 +324,7 @@ def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[
 
 @torch.no_grad()
 def _nearest_numbers(module: nn.Module, args: QuantizationArgs) -> torch.Tensor:
-    """The weight ``(R, C)`` in numbers of its format, each the nearest under the module's scale."""
+    """The weight ``(R, C)`` in numbers of its format, each the nearest under the module's scale, one byte for each."""
     with held(module) as matrix:
         assert matrix is not None  # it has a scale
         numbers = quantize(
@@ -313,12 +334,12 @@ def _nearest_numbers(module: nn.Module, args: QuantizationArgs) -> torch.Tensor:
             args,
             global_scale=getattr(module, "weight_global_scale", None),
         )
-    number = NumberGrid.of(args).number
+    number = NumberGrid.of(args).number  # None for formats of integers
     return numbers.to(torch.int8 if number is None else number.codes)
 
 
 def _stored_dtype(args: QuantizationArgs) -> torch.dtype | None:
-    """The dtype to which a scale is rounded; None: the weight's."""
+    """The dtype to which a scale is rounded: float8 for NVFP4, ``uint8`` for MX; None: the weight's."""
     if args.strategy == QuantizationStrategy.TENSOR_GROUP:
         return torch.float8_e4m3fn
     return args.scale_dtype

@@ -37,7 +37,8 @@ from lightning_obs.observers.statistic import lacks_inputs
 class Phase(Enum):
     """The state of a training between two hooks; it says what the next training batch does.
 
-    The module's docstring draws the transitions.
+    The methods of :class:`QuantizedTraining` change it, and checkpoints hold it. The module's docstring draws the
+    transitions.
     """
 
     #: nothing was observed yet, or an observation was abandoned
@@ -55,8 +56,9 @@ class Phase(Enum):
 class QuantizedTraining:
     """The ranges of a session's model in training.
 
-    ``QuantizationAwareTraining`` holds one for each fit; its hooks call the methods, most of them through
-    ``callbacks/quantized_fit.py``.
+    ``QuantizedFit`` (``callbacks/quantized_fit.py``), a part of ``QuantizationAwareTraining``, makes one when the
+    callback has prepared a session. The hooks of that callback call the methods, most of them through ``QuantizedFit``.
+    ``callbacks/trainable.py`` makes one only to see whether a model can be trained.
 
     Args:
         session: observes the model.
@@ -98,7 +100,9 @@ class QuantizedTraining:
     def start(self, around: nn.Module | None = None) -> None:
         """Let the modules run quantized, with ranges of their present weights.
 
-        Called before each training batch, validation and test; nothing happens if the modules run quantized already.
+        If the modules' own forwards were in place, the ranges of the weights are searched, and learned scales are
+        written; in a resumed run, only learned scales are written. Called before each training batch, validation and
+        test; nothing happens if the modules run quantized already.
 
         Args:
             around: holds the model, and perhaps its torch.compile'd wrapper; default: the model.
@@ -119,7 +123,10 @@ class QuantizedTraining:
         self._is_resumed = False
 
     def stop(self) -> None:
-        """Give every module its own forward back: at the end, or after an error. Can be called at any time."""
+        """Give every module its own forward back, and detach the session.
+
+        ``QuantizedFit.stop`` calls this at the end of a run, however it ends.
+        """
         self.session.detach()
         self.validating = False
         if self._forwards is not None:
@@ -128,7 +135,10 @@ class QuantizedTraining:
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
-        """For a ``with`` block in which the model runs in full precision, unobserved; distillation uses it."""
+        """Let the model run in full precision, unobserved, inside a ``with`` block.
+
+        Distillation enters it in each training step, to run the model as the teacher of its quantized self.
+        """
         switch = self.switch
         with patch_attr(switch, "weights", False), patch_attr(switch, "activations", False), self.session.paused():
             yield
@@ -137,7 +147,10 @@ class QuantizedTraining:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether any module was calibrated, so that the model runs quantized."""
+        """Whether any module was calibrated, so that the model runs quantized.
+
+        Asked when forwards are replaced, before exports and tests, and by distillation for its loss.
+        """
         return any(get_scheme(target.module) is not None for target in self.session.plan.targets)
 
     @property
@@ -172,7 +185,7 @@ class QuantizedTraining:
 
     @property
     def _input_observers(self) -> dict[Key, Observer]:
-        """The observers that choose a weight's scale or rounding by its inputs."""
+        """The observers that choose a weight's scale or rounding by the inputs of its module."""
         return {key: observer for key, observer in self.session.data_observers.items() if observer.needs_inputs}
 
     @property
@@ -237,7 +250,9 @@ class QuantizedTraining:
     def begin_validation(self) -> bool:
         """Let the validation that starts run the model that an export would write now.
 
-        Weights are observed again. An observation of training batches ends with the ranges of the batches so far.
+        Weights are observed again, unless their ranges stay. An observation of training batches ends with the ranges of
+        the batches so far. Called before the first batch of a validation; and in a resumed run, before its first
+        training batch, for a validation that ran before it.
 
         Returns:
             False if this was called for the running validation already; then nothing happens.
@@ -255,7 +270,10 @@ class QuantizedTraining:
         return True
 
     def gather(self) -> None:
-        """Stop observing a validation at its end; keep its statistics until the next training batch."""
+        """Stop observing a validation, and keep its statistics until the next training batch.
+
+        ``QuantizedFit`` calls this at the end of an observed validation's epoch.
+        """
         self.session.detach()
         self.phase = Phase.GATHERED
 
@@ -271,8 +289,8 @@ class QuantizedTraining:
     def give_up(self) -> None:
         """Stop observing, and forget the statistics.
 
-        Called after an exception on several ranks, for an observation that cannot be resumed, and for one
-        without batches.
+        Called after an exception on several ranks, for an observation that cannot be resumed, and for an observation
+        without batches that a validation ends.
         """
         self.session.detach()
         self.phase = Phase.NEW
@@ -345,9 +363,11 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """The state beside the session's own: learned scales, and an incomplete observation.
+        """The state beside the session's own: phase, learned scales, and statistics that are still needed.
 
-        On several ranks every rank must call this, as Lightning does: they have seen different data.
+        Those are the statistics of an incomplete observation; otherwise those of inputs by which weights will be
+        observed again. ``QuantizedFit.state_dict`` calls this when Lightning writes a checkpoint and at the end of a
+        fit, on every rank, because the ranks have seen different data.
         """
         session = self.session
         readers = session.observation.calls.readers

@@ -19,10 +19,11 @@ from lightning_obs.forward.calls import call_on
 class FileBatches:
     """Batches that are run any number of times by a model whose weights are read from files.
 
-    `StepwiseCalibration` runs them for a calibration layer by layer that rounds on quantized inputs.
+    ``layerwise.py`` makes one for a calibration layer by layer that rounds on quantized inputs. `StepwiseCalibration`
+    calls the methods: the length is the number of batches.
 
     Args:
-        model: calls them.
+        model: the model that is called on each batch.
         batches: arguments of the model's forward, as :func:`.call_on` takes them.
         device: where the model runs.
         token_mask: name of the argument that is nonzero for tokens that count; None: all count.
@@ -40,21 +41,25 @@ class FileBatches:
         return len(self._batches)
 
     def run(self, index: int) -> Any:
-        """Call the model on a copy of a batch; returns its output."""
+        """Call the model on a copy of batch ``index``, and return its output; called for each run of a block."""
         return call_on(self._model, copied(self._batches[index], self._device))
 
     def mask(self, index: int) -> torch.Tensor | None:
-        """Return which tokens of a batch count, on the CPU; None: all. Asked before the batch is observed."""
+        """Return the mask of the tokens of batch ``index`` that count, on the CPU; None: all tokens count.
+
+        Asked before each run in which modules observe the batch.
+        """
         if self._token_mask is None:
             return None
         return find_mask(self._batches[index], self._token_mask).cpu()
 
 
 class BlockRunner:
-    """Runs the model of a session on all batches, up to one block at a time, while the session observes it.
+    """Runs the model of a session on all batches, one block at a time, while the session observes it.
 
-    A calibration layer by layer makes one, and calls :meth:`run` for each block. Modules before the first block are
-    observed in the first run, modules between two blocks with the second.
+    A calibration layer by layer makes one, and calls :meth:`run` once for each block, or twice if the next block's
+    inputs are to be quantized: the second run observes nothing. Modules before the first block are observed in the
+    first run, modules between two blocks with the second.
 
     Args:
         session: its model is run, and its observers see the block that runs.

@@ -136,6 +136,8 @@ def _require_no_data(options: CalibrationOptions) -> None:
 def _quantize_share(files: QuantizedFiles, new_folder: Path, max_shard_size: int | str, ranks: Collectives) -> None:
     """Write this rank's share of all tensors: fused sets of about equal size, and copied tensors in turn.
 
+    Called by :func:`quantize_checkpoint`, unless it starts processes for the work.
+
     Args:
         files: the quantized files, open.
         new_folder: where they are written.

@@ -23,6 +23,7 @@ from lightning_obs.files.unfinished import Unfinished
 from lightning_obs.files.write import file_checksum
 from lightning_obs.streaming.source import CheckpointSource
 
+#: the packages whose versions are among the facts of a run
 _VERSIONS = ("lightning_obs", "torch", "transformers", "compressed_tensors")
 
 
@@ -49,7 +50,7 @@ class FinishedBlocks:
 
     @property
     def remedy(self) -> str:
-        """The remedy in errors about finished blocks that cannot be used: how a user can go on."""
+        """The remedy in the errors of :meth:`load` and :meth:`require_whole`: how a user can go on."""
         return f"delete {self.folder} to start over, or choose another folder."
 
     def add(self, file: str) -> None:
@@ -60,7 +61,10 @@ class FinishedBlocks:
         self._file_checksums[file] = file_checksum(self.folder / file)
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Save the state of the run after ``step`` blocks, with the facts and checksums that it depends on."""
+        """Save the state of the run after ``step`` blocks, with the facts and checksums that it depends on.
+
+        ``layerwise.py`` calls this on every rank after each block; :meth:`load` returns the state to a later run.
+        """
         sealed_state = dict(state)
         sealed_state["facts"] = self._facts
         sealed_state["read"] = self._source.reader.checksums
@@ -68,7 +72,9 @@ class FinishedBlocks:
         self._unfinished.save(step, sealed_state)
 
     def load(self, step: int) -> dict[str, Any]:
-        """The state that an earlier run saved after ``step`` blocks.
+        """Check and return the state that an earlier run saved after ``step`` blocks.
+
+        ``layerwise.py`` calls this on every rank before the first block, if a killed run has left states.
 
         Raises:
             CalibrationError: the state or a block's file is damaged or missing; the checkpoint, batches, options or

@@ -49,7 +49,7 @@ Inputs = Literal["full_precision", "quantized"]
 
 @dataclass(frozen=True)
 class BlockRuns:
-    """How :func:`calibrate_layerwise` runs the blocks.
+    """How :func:`calibrate_layerwise` runs the blocks; the user or the command line makes one.
 
     Args:
         inputs: a block's inputs: ``"full_precision"``, the outputs of the source's blocks, or ``"quantized"``, the
@@ -199,7 +199,7 @@ class _LayerwiseRun:
         self.result.batches = len(batches) if session.needs_data else 0
         if self._stepwise is not None:
             self._stepwise.result = self.result
-        #: of the blocks that an earlier run finished
+        #: the number of measurements of activations in the blocks that an earlier run finished
         self._earlier_measurements = 0
 
     def go_on_after(self, step: int) -> None:
@@ -411,7 +411,11 @@ class _LayerwiseRun:
         return layout
 
     def complete(self, new_folder: Path) -> None:
-        """Put the files of all parts into the folder of the new checkpoint, and write its other files, on rank 0."""
+        """Put the files of all parts into the folder of the new checkpoint, and write its other files.
+
+        :func:`calibrate_layerwise` calls this on rank 0 once all parts are finished. It also sets the shares of the
+        model that stay in float in the result.
+        """
         self._finished.require_whole()
         self.result.plan.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)
         for file in sorted(set(self._file_of_tensor.values())):

@@ -65,7 +65,10 @@ class LookedUpWeight(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs)
 
     def _embed(self, tokens: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-        """The vectors of tokens ``(...)`` as ``F.embedding`` computes them, on the device of ``tokens``."""
+        """The vectors of tokens ``(...)`` as ``F.embedding`` computes them, on the device of ``tokens``.
+
+        Called in place of ``F.embedding``; ``options`` are its keyword arguments.
+        """
         self._read_rows(tokens.unique().cpu())
         positions = self.positions[tokens.cpu()]
         options = {**options, "padding_idx": None}  # it only stops gradients, and would have to be a position

@@ -83,9 +83,9 @@ def _move_constants_to_meta(model: Any) -> None:
 
 @contextmanager
 def custom_code_named(name: str, remedy: str) -> Iterator[None]:
-    """For a ``with`` block that loads: transformers' error about ``trust_remote_code`` becomes a CalibrationError.
+    """Turn transformers' error about ``trust_remote_code`` into a CalibrationError inside a ``with`` block.
 
-    The command line loads models and tokenizers in such a block, too.
+    :func:`build_on_meta` reads the config in such a block, and the command line loads models and tokenizers in one.
 
     Args:
         name: of the loaded thing, for the error: a folder, or the tokenizer of a folder.

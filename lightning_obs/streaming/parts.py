@@ -21,7 +21,9 @@ def calibrated(
 ) -> Iterator[CalibrationResult | None]:
     """Search the ranges of some modules; they hold their qparams for the length of the ``with`` block, to be written.
 
-    At its end qparams and statistics are removed, so that only one part is in memory. Every rank must call this.
+    At its end qparams and statistics are removed, so that only one part is in memory. ``QuantizedFiles.quantize``
+    enters the block for each fused set, ``layerwise.py`` for each block and for the modules outside of blocks. Every
+    rank must call this.
 
     Args:
         observation: has the statistics of these modules' inputs; their weights are loaded.

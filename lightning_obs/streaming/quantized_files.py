@@ -35,7 +35,11 @@ from lightning_obs.streaming.source import CheckpointSource
 
 
 class CopiedTensor(NamedTuple):
-    """A tensor of the source's files that is stored as it is; `QuantizedFiles.copied` holds them by name."""
+    """A tensor of the source's files that is stored as it is.
+
+    The constructor of `QuantizedFiles` makes them for `QuantizedFiles.copied`; the methods that write and lay out files
+    read them.
+    """
 
     #: its name in the new files
     stored_as: str
@@ -230,7 +234,8 @@ class QuantizedFiles:
     def copy(self, writer: TensorWriter, name: str) -> None:
         """Write a copied tensor: from memory if it is loaded as the files hold it, else from file to file.
 
-        Called for each of :attr:`copied` by whoever writes the files.
+        Called for each of :attr:`copied` by `quantize_checkpoint` or one of its processes, and by the calibration layer
+        by layer with the part to which the tensor belongs.
 
         Args:
             writer: of the new files.
@@ -246,7 +251,9 @@ class QuantizedFiles:
         writer.copy(tensor.stored_as, self.source.reader, name)
 
     def write_other_files(self, new_folder: Path, stored: Set[str]) -> None:
-        """Copy the files beside the weights, and add the quantization config to ``config.json``; called on rank 0.
+        """Copy the files beside the weights, and add the quantization config to ``config.json``.
+
+        Called on rank 0: by `quantize_checkpoint` before it writes weights, by `calibrate_layerwise` at its end.
 
         Args:
             new_folder: the folder of the new checkpoint.

@@ -33,7 +33,11 @@ _FOLDER_REMEDY = "give a folder with config.json and safetensors files."
 
 
 class Location(NamedTuple):
-    """Where the files hold a parameter or buffer of the model; `CheckpointSource.locations` holds one for each."""
+    """Where the files hold a parameter or buffer of the model.
+
+    The constructor of `CheckpointSource` makes one for each, for its ``locations``; `CheckpointSource.read` and
+    `QuantizedFiles` read them.
+    """
 
     #: the name of the tensor in the files
     tensor: str
@@ -49,6 +53,9 @@ class Location(NamedTuple):
 
 class CheckpointSource:
     """A checkpoint to read: its ``model`` on the meta device, and the ``reader`` of its tensors, which is open.
+
+    `quantize_checkpoint` (in each process) and `calibrate_layerwise` make one first, and close the reader at the end;
+    the command line makes one before that, to check the option ``ignore``.
 
     Args:
         folder: transformers' ``config.json`` and safetensors files, in full precision.
@@ -154,7 +161,11 @@ class CheckpointSource:
         )
 
     def meta(self, name: str) -> torch.Tensor:
-        """Return a parameter or buffer as the model has it now: a meta tensor unless its module is loaded."""
+        """Return a parameter or buffer as the model has it now: a meta tensor unless its module is loaded.
+
+        Called here for shapes and dtypes; by `QuantizedFiles.copy`, to write a loaded tensor from memory; and by
+        `quantize_checkpoint` for the sizes of weights.
+        """
         module_name, _, key = name.rpartition(".")
         value: torch.Tensor = getattr(self.model.get_submodule(module_name), key)
         return value
@@ -173,9 +184,9 @@ class CheckpointSource:
 
     @contextmanager
     def loaded(self, module_names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
-        """For a ``with`` block in which parameters and buffers of some modules are in memory; tied ones are read once.
+        """Hold the parameters and buffers of some modules in memory inside a ``with`` block; tied ones are read once.
 
-        `quantize_checkpoint` loads one fused set at a time, `calibrate_layerwise` one block.
+        `quantize_checkpoint` enters it for one fused set at a time, `calibrate_layerwise` for one block.
 
         Args:
             module_names: names in the model; modules inside these are loaded only if they are named too.
@@ -228,7 +239,7 @@ class CheckpointSource:
     def make_buffers(self, device: torch.device) -> None:
         """Compute the buffers that no file holds, such as frequencies of rotary embeddings, as transformers does.
 
-        Called before a model is run; weights alone need no buffers.
+        `calibrate_layerwise` calls this before it runs the model; weights alone need no buffers.
         """
         model_of_module: dict[nn.Module, Any] = {}
         for model in self.model.modules():

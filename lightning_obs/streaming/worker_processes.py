@@ -58,9 +58,10 @@ def quantize_in_processes(
     max_shard_size: int | str,
     workers: int,
 ) -> None:
-    """Write all tensors in processes, and wait for them; :func:`~lightning_obs.quantize_checkpoint` with ``workers``.
+    """Start processes that write all tensors of the new files, and wait until they have ended.
 
-    The first error of a process is raised here; work that has not begun is then not done.
+    Called by :func:`~lightning_obs.quantize_checkpoint` if ``workers`` is more than one. The first error of a process
+    is raised here; work that has not begun is then not done.
 
     Args:
         files: the quantized files as opened in this process; their tally counts the bytes that all processes write.
