@@ -108,7 +108,8 @@ def args_without_data(target: PlannedModule) -> QuantizationArgs:
 def _observed(target: PlannedModule, observer: Observer, weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Let an observer observe a weight, and return its qparams as the module would hold them.
 
-    Keys have no base name: ``{"scale": tensor}``.
+    The observer forgets an earlier weight, and keeps its statistics of inputs. Keys have no base name:
+    ``{"scale": tensor}``.
     """
     observer.reset(keep=input_statistics(observer))
     observer(weight)

@@ -55,8 +55,8 @@ def fitted_options(model: nn.Module, options: CalibrationOptions) -> Calibration
 def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: CalibrationOptions) -> Recipe:
     """Return the recipe without the parts that the model cannot run, and warn of what was left out.
 
-    If the inputs of weights cannot be used, nothing that needs data stays; if the model cannot be run backward, the
-    token weights go.
+    Weights are chosen without data if rounding cannot use their inputs, or if the products of the inputs do not fit in
+    memory. Token weights are left out if the model cannot be run backward, or if their further products do not fit.
     """
     choices = _choices_in_use(recipe, plan, options)
     needs_inputs = any(choice.rounding is not None for choice in choices)

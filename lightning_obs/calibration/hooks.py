@@ -194,7 +194,7 @@ class _SharedByHooks:
 
     Attributes:
         calls: the record of the model's calls; the hooks count measurements in it.
-        experts: the model's experts; None: the model has none.
+        experts: the watch over the model's experts; None: the model has none.
         fused_sets: by module name, the names of the modules of its fused set; without modules that are in no set.
         token_weights: how much each token counts in the observation of weights; None: all tokens count alike.
         collectives: of the observation; they tell the place of this rank's batches among those of all ranks.
@@ -238,7 +238,7 @@ class _ActivationHook:
     ) -> None:
         self._shared = shared
         self._calls = shared.calls
-        #: the model's experts, if the module is an expert or inside an expert; else None
+        #: the watch over the model's experts, if the module is an expert or inside an expert; else None
         self._experts: ExpertWatch | None = None
         if shared.experts is not None and shared.experts.holds(target.name):
             self._experts = shared.experts
@@ -253,7 +253,10 @@ class _ActivationHook:
         self._token_weights = token_weights if weighs_tokens and weight_observers else None
 
     def __call__(self, value: Any) -> None:
-        """Observe what the module was given or returned: a tensor, or the first tensor of a tuple or list."""
+        """Observe the tensor that the module was given or has returned, or the first tensor of a tuple or list.
+
+        Called at each call of the module while hooks are attached; calls that are not to be observed are ignored.
+        """
         if self._ignores_this_call():
             return
         tensor = first_tensor(value)

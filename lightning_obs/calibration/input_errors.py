@@ -31,7 +31,8 @@ class InputErrors(Observer):
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor]:
         """The sum of ``(x - x~) x~^T`` over the tokens of one pair.
 
-        ``observe_inputs_shared`` calls this for each call of the module in the quantized run.
+        ``observe_inputs_shared`` (``observers/observer.py``) calls this for each call of the module in the quantized
+        run, and adds the result to the sum so far.
 
         Args:
             value: ``(2, ..., C)``: x, then x~.

@@ -61,11 +61,11 @@ class Observation:
         data_observers: the observers that observe data: those of the plan that need data, and helper observers.
         hold_outs: by name of a few modules, the observers that judge how far the fit of the module's weight holds on
             other data (:mod:`.hold_out`).
-        experts: the model's experts; None: it has none.
+        experts: the watch over the model's experts; None: the model has none.
         inseparable: groups of names of modules that are quantized together or not at all.
         collectives: how this rank communicates with the other ranks.
         calls: the record of the calls of the model so far.
-        progress: called with each weight that this rank has searched.
+        progress: the function that is called with each weight that this rank has searched; None: no progress is shown.
         judges_fit: whether the fit of weights to the data is judged; False while candidates are tried or weights train.
         is_fitting: whether an error would end a training; modules that no data reached are then left in float.
         unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.

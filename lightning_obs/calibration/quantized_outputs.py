@@ -120,7 +120,10 @@ class _ReaderHooks:
                 self.readers.note_block_output(name, output)
 
     def on_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook of a module, or block, whose output is planned: in the first batch, note the output."""
+        """Forward hook of a module, or block, whose output is planned: in the first batch, note the output.
+
+        The output of a block is noted only if it is a sum of quantized outputs.
+        """
         is_quantized = self.readers.sums.get(name, True)  # False: a block whose output is no sum
         if self.are_due() and is_quantized and isinstance(output, torch.Tensor):
             with apart_from_model():

@@ -147,7 +147,7 @@ class CalibrationSession:
     def batches(self) -> int:
         """How many batches this rank has observed.
 
-        Quantized training asks this after each batch, to know when it has observed enough.
+        Quantized training asks this after each batch that it observes, to know when it has observed enough.
         """
         return self.observation.calls.batches
 
@@ -450,6 +450,8 @@ def _run_kept_calls(observation: Observation, kept_calls: KeptCalls) -> Calibrat
 
 class _WrittenQParams:
     """The qparams that one session has written, kept because another session of the same model may overwrite them.
+
+    The session makes it in its constructor, empty, and calls its methods.
 
     Args:
         model: the calibrated model.

@@ -298,7 +298,7 @@ class StepwiseCalibration:
         part.calls.cache.forget()
 
     def _pairs_of(self, part: Observation) -> PairedInputs | None:
-        """Pairs the inputs of the full-precision and the quantized run, for modules of a step with a correction.
+        """Make the object that pairs the inputs of the two runs of each batch, for modules of a step with a correction.
 
         None if no module of the step has a correction.
         """
@@ -347,7 +347,10 @@ class StepwiseCalibration:
         return self._forward.run(position, self.exact_outputs[index], partial(self._batches.run, index))
 
     def _run_quantized(self, position: int, index: int) -> Any:
-        """Run a batch through a position with finished modules quantized; the result is as of :meth:`_run_exact`."""
+        """Run a batch through a position with finished modules quantized.
+
+        Returns the output of the position's block, or None if a hook ends the run.
+        """
         with ExitStack() as stack:
             for module, cache in self._finished.items():
                 stack.callback(quantize_forward(module))
@@ -355,7 +358,10 @@ class StepwiseCalibration:
             return self._forward.run(position, self.quantized_outputs[index], partial(self._batches.run, index))
 
     def _go_on(self, position: int) -> None:
-        """Run a finished block once more on all batches, and keep its outputs for the next position."""
+        """Run a finished block once more on all batches, keep its outputs for the next position, and leave the block.
+
+        Nothing happens after the last position, which is no block's.
+        """
         if position == len(self._blocks.modules):
             return
         with on_all_ranks(self.observation.collectives):

@@ -210,7 +210,7 @@ class TokenWeights:
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raise a CalibrationError if the copy predicted something else than the model; a forward hook of the model.
 
-        Weights that a wrong copy gives are of no use.
+        Weights that a wrong copy gives are of no use. Only the first call in evaluation mode is compared.
         """
         predicted = self._predicted
         self._predicted = None

@@ -224,7 +224,7 @@ class LearnedScales:
 
 
 class _LearnedScale:
-    """One learned scale: ``calibrated * exp(log_factor)``.
+    """One learned scale: ``calibrated * exp(log_factor)``; :class:`LearnedScales` makes it and calls its methods.
 
     Args:
         target: the planned module that has the scale.

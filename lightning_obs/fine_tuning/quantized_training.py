@@ -100,7 +100,7 @@ class QuantizedTraining:
     def start(self, around: nn.Module | None = None) -> None:
         """Let the modules run quantized, with ranges of their present weights.
 
-        If the modules' own forwards were in place, the ranges of the weights are searched, and learned scales are
+        If the modules' own forwards were in place, ranges of weights that changed are searched, and learned scales are
         written; in a resumed run, only learned scales are written. Called before each training batch, validation and
         test; nothing happens if the modules run quantized already.
 
@@ -137,7 +137,7 @@ class QuantizedTraining:
     def unquantized(self) -> Iterator[None]:
         """Let the model run in full precision, unobserved, inside a ``with`` block.
 
-        Distillation enters it in each training step, to run the model as the teacher of its quantized self.
+        Distillation enters it in each training step while the teacher runs, which may be the model itself.
         """
         switch = self.switch
         with patch_attr(switch, "weights", False), patch_attr(switch, "activations", False), self.session.paused():
@@ -209,6 +209,8 @@ class QuantizedTraining:
 
     def begin_training_batch(self) -> bool:
         """Put the ranges of the last validation in force; called before each training batch.
+
+        If training batches are being observed in a run that was stopped or resumed, the session is attached again.
 
         Returns:
             Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
@@ -350,10 +352,13 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def _write_learned(self, weights_refreshed: bool = True) -> None:
-        """Write the present learned scales to the modules.
+        """Let the modules compute their learned scales, and write the present values to them.
+
+        Called whenever ranges were written or kept. Nothing happens if no scale is learned, or if the modules have
+        their own forwards.
 
         Args:
-            weights_refreshed: whether zero points are those of the present weights, too.
+            weights_refreshed: whether all qparams, zero points included, are now those of the present weights.
         """
         if self.learned is not None and self._forwards is not None:
             self.learned.start()

@@ -359,7 +359,10 @@ class _LayerwiseRun:
 
     @property
     def _kept_outputs(self) -> list[Any]:
-        """The outputs of the last block for each batch; step by step, those in full precision and quantized."""
+        """The outputs of the last block for each batch, which :meth:`_save` saves and :meth:`go_on_after` takes over.
+
+        If blocks run step by step, a list of two lists: the outputs in full precision, and those of quantized blocks.
+        """
         if self._stepwise is None:
             return self._runner.outputs
         return [self._stepwise.exact_outputs, self._stepwise.quantized_outputs]
@@ -449,5 +452,8 @@ def _module_names_of_parts(model: torch.nn.Module, blocks_name: str, count: int)
 
 
 def _after_each_weight(*_: Any) -> None:
-    """Give freed memory back to the system: searching a weight leaves holes, inverting a Hessian most of all."""
+    """Give freed memory back to the system: searching a weight leaves holes, inverting a Hessian most of all.
+
+    :func:`calibrated` gets this as its progress function, so it is called after each weight; its arguments are unused.
+    """
     give_back_freed()

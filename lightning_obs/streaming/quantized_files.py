@@ -50,6 +50,9 @@ class CopiedTensor(NamedTuple):
 class QuantizedFiles:
     """The files of a new, quantized checkpoint: their layout, and methods that write parts of them.
 
+    :meth:`opened` makes one for `quantize_checkpoint` and for each of its processes; `calibrate_layerwise` makes one
+    itself.
+
     Args:
         source: the checkpoint in full precision that is read; it is open.
         observation: of the source's model; its plan says which modules are quantized.
@@ -101,7 +104,7 @@ class QuantizedFiles:
         Args:
             folder: the checkpoint in full precision.
             options: of the calibration.
-            progress: as for the class.
+            progress: called with the name of each tensor written, the bytes written so far, and the bytes in all.
         """
         source = CheckpointSource(folder)
         with closing(source.reader), torch.inference_mode(False), torch.no_grad():

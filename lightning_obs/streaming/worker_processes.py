@@ -27,7 +27,10 @@ from lightning_obs.streaming.quantized_files import QuantizedFiles
 
 @dataclass(frozen=True)
 class _Setup:
-    """The arguments that every started process gets, to open the source and the new files."""
+    """The arguments that every started process gets, to open the source and the new files.
+
+    :func:`quantize_in_processes` makes it, and :func:`_start` reads it.
+    """
 
     folder: str | os.PathLike[str]
     options: CalibrationOptions
@@ -41,7 +44,10 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Worker:
-    """The files that a started process keeps open until it ends: the source, and its writer of the new files."""
+    """The files that a started process keeps open until it ends: the source, and its writer of the new files.
+
+    :func:`_start` makes it; :func:`_quantize` and :func:`_copy` use it.
+    """
 
     files: QuantizedFiles
     writer: TensorWriter
