@@ -330,7 +330,7 @@ def judged_targets(targets: Sequence[PlannedModule], observers: Mapping[Key, Obs
 
 
 def _spread(targets: Sequence[PlannedModule], number: int) -> list[PlannedModule]:
-    """Choose ``number`` of the modules at even distances; all, if there are no more."""
+    """Choose ``number`` of the modules, the middle one of each of so many equal parts; all, if there are no more."""
     if len(targets) <= number:
         return list(targets)
     return [targets[(2 * part + 1) * len(targets) // (2 * number)] for part in range(number)]

@@ -223,6 +223,7 @@ def _numbered(tensors: Sequence[tuple[Path, torch.Tensor]], first: int = 0) -> l
     probed = []
     for path, tensor in tensors:
         number = numbers.setdefault(path, first + len(numbers))
+        # to (samples, C) or (samples, positions, C)
         values = tensor.unsqueeze(-1) if tensor.ndim == 1 else tensor
         values = values.flatten(2) if values.ndim > 3 else values
         probed.append(ProbedTensor(number=number, values=values, are_logits=False))

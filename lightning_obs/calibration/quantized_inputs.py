@@ -128,7 +128,10 @@ def _known_blocks(model: nn.Module) -> Blocks:
 
 
 def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
-    """Whether the first batch gives the same output block by block, each from the kept output of the block before."""
+    """Whether the first batch gives the same output block by block, each from the kept output of the block before.
+
+    Outputs count as the same up to rounding (``allclose``): kernels may differ from run to run.
+    """
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)
     output: Any = None

@@ -386,6 +386,7 @@ class _LayerwiseRun:
         path.unlink(missing_ok=True)  # a killed run may have left a part of it
         tally = self._files.tally
         require_room(folder, tally.total - tally.done)
+        # sys.maxsize, the most bytes of one file: a part is one file, however large
         with closing(TensorWriter(folder, layout, sys.maxsize, file, tally=tally)) as writer:
             for name in quantized_modules:
                 self._files.write_module(writer, name)
