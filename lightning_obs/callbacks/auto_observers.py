@@ -34,6 +34,7 @@ from lightning_obs.model.mark import keep_hook_out
 
 #: batches that candidates observe and are scored on, half of them each
 SCORED = 32
+#: kinds of a forward's parameters whose arguments can be passed by name
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -85,7 +86,7 @@ class AutoObservers:
         return self._requested if self._chosen_options is None else self._chosen_options
 
     def require_possible(self, session: CalibrationSession) -> None:
-        """Refuse, before training, what would fail at the first validation's end.
+        """Refuse, before training, a model or setup whose choice would fail at the first validation's end.
 
         Called when a fit starts, and by :meth:`start`.
 
@@ -124,7 +125,10 @@ class AutoObservers:
         self._remove_hook = keep_hook_out(model, model.register_forward_hook(keep, with_kwargs=True))
 
     def stop(self) -> None:
-        """Stop keeping inputs, and release the kept ones. Can be called at any time, any number of times."""
+        """Stop keeping inputs, and release the kept ones; nothing happens if none are kept.
+
+        Called before inputs are kept anew, when the choice has them, and by the callback when a run ends.
+        """
         if self._remove_hook is not None:
             self._remove_hook()
         self._remove_hook = None
@@ -178,7 +182,10 @@ class AutoObservers:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the chosen config and the request that it answers, as strings; nothing before the choice."""
+        """Return the chosen config and the request that it answers, as strings; nothing before the choice.
+
+        Called by the callback's ``state_dict``, when Lightning saves a checkpoint.
+        """
         if self._chosen_options is None:
             return {}
         return {"chosen_config": self._chosen_options.config.model_dump_json(), ASKED_CONFIG: self._request}
@@ -198,7 +205,7 @@ class AutoObservers:
 
     @property
     def _request(self) -> str:
-        """The requested config and the candidates, as a string that identifies them."""
+        """The requested config and the candidates as one string; a saved choice counts for an equal string only."""
         return f"{self._requested.config.model_dump_json()} {self._candidates or ''}".rstrip()
 
 
@@ -226,7 +233,13 @@ def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the positional ``args`` and the keyword ``kwargs`` of a call of the model as one dict by name."""
+    """Return the positional ``args`` and the keyword ``kwargs`` of a call of the model as one dict by name.
+
+    The hook of :meth:`AutoObservers.start` calls it for each observed call.
+
+    Raises:
+        CalibrationError: a positional argument has no name in the model's ``forward``.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind in _NAMED_KINDS]
     if len(args) > len(names):

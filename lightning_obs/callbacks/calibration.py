@@ -209,7 +209,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse, before the first batch, setups that would fail in the end."""
+        """Refuse, before the first batch, an ``export_to`` or ``evaluate`` that would fail in the end.
+
+        Where several callbacks of the Trainer evaluate, the scheme also becomes a part of the metrics' names.
+        """
         super().setup(trainer, pl_module, stage)
         if self.quantized_metrics is None:
             return
@@ -222,7 +225,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a wrong configuration before hours of training, and restore the calibration of a resumed run."""
+        """Refuse a wrong configuration before hours of training, and restore the calibration of a resumed run.
+
+        A Trainer that will not validate, so that nothing will be calibrated, gets a warning.
+        """
         earlier = takewhile(lambda callback: callback is not self, trainer.callbacks)
         refuse(
             [type(callback).__name__ for callback in earlier if class_of(callback, "WeightAveraging")],
@@ -243,7 +249,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Attach the observers if this validation calibrates; with ``evaluate``, prepare the second pass."""
+        """Attach the observers if this validation calibrates; with ``evaluate``, prepare the second pass.
+
+        In a sanity check that does not calibrate, the layers that its batches call are recorded.
+        """
         restore_outside_of_fit(self, trainer)
         is_due = self.schedule.is_due(trainer, self.trainer_session.has_calibrated)
         session = self.prepare(trainer, pl_module) if is_due else self.session
@@ -263,7 +272,10 @@ class CalibrationCallback(SessionCallback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Keep the batch for the second pass; observe it if the session is attached (in a test it is not)."""
+        """Keep the batch for the second pass; observe it if the session is attached (in a test it is not).
+
+        The first observed call of the model is kept as an example for files that are traced.
+        """
         if self.quantized_metrics is not None:
             self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
         self.batches.begin_batch(trainer, self.session, batch, batch_idx, dataloader_idx)
@@ -275,7 +287,9 @@ class CalibrationCallback(SessionCallback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute and write the quantization parameters; run the second pass and log its metrics.
 
-        ModelCheckpoint, which runs later, saves the parameters and can monitor the metrics.
+        With ``observers="auto"`` the first such validation chooses the observers before that. In a test, where nothing
+        is observed, only the second pass runs. ModelCheckpoint, which runs later, saves the parameters and can monitor
+        the metrics.
         """
         if self.session is not None and self.session.is_attached:
             if self.auto is not None and self.auto.is_keeping:
@@ -296,7 +310,8 @@ class CalibrationCallback(SessionCallback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Remove all hooks from the model, and keep the metrics that the validation has logged.
 
-        A file that ``export_to`` is to trace and for which no batch has given an example is an error here.
+        After a sanity check that did not calibrate, layers that were not called get a warning. A file that
+        ``export_to`` is to trace and for which no batch has given an example is an error here.
         """
         self.results.keep_metrics(trainer)
         if self.export_at_end is not None:
@@ -352,7 +367,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved qparams until the model is on its device; load the observers chosen for them."""
+        """Keep the saved quantization parameters until the model is on its device; load the observers chosen for them.
+
+        Lightning calls this when it restores the callback from a checkpoint.
+        """
         super().load_state_dict(state_dict)
         if self.auto is not None:
             self.auto.load_state_dict(state_dict)

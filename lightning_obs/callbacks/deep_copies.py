@@ -14,7 +14,7 @@ from lightning_obs.model.weight import matrix_shape
 
 
 class HasCalibrated(Protocol):
-    """A callback that may have calibrated a model."""
+    """The results of a callback that may have calibrated a model; :class:`DeepCopies` reads both properties."""
 
     @property
     def session(self) -> Any:
@@ -33,8 +33,9 @@ _C = TypeVar("_C", bound=HasCalibrated)
 class DeepCopies:
     """The callbacks that are deep copies of one another, the original included; all of them hold this one object.
 
-    Made when a callback is copied for the first time. A callback is registered when it makes its session. Callbacks
-    that nobody holds any more are forgotten, except the last one.
+    Made by `Results`, the part of a callback that answers for it, when a callback is copied for the first time. So
+    "callback" stands for its `Results` here. A callback is registered when it makes its session. Callbacks that nobody
+    holds any more are forgotten, except the last one.
     """
 
     def __init__(self) -> None:

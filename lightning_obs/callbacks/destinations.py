@@ -41,8 +41,11 @@ _OTHER_FILES = (".bin", ".ckpt", ".engine", ".pt", ".pte", ".pth", ".safetensors
 class Destination:
     """The folder of a checkpoint; a subclass is a file of another format.
 
+    :func:`destinations_of` makes the destinations of a callback; `ExportAtEnd` checks and writes them. The command line
+    makes and checks a file in the same way.
+
     Args:
-        path: to write.
+        path: the path to write to.
         options: keyword arguments of the writer, but for ``overwrite``.
         overwrite: replace what is there.
 
@@ -85,17 +88,18 @@ class Destination:
     def check_model(self, model: nn.Module, schemes: Mapping[str, QuantizationScheme]) -> None:
         """Refuse a model, or a scheme, that the format cannot hold.
 
-        Called when the session is prepared, before data run.
+        Called when the session is prepared, before data run. Here, for the folder of a checkpoint, only sharded weights
+        with adapters that are not merged are refused; the session has checked the rest.
 
         Args:
             model: calibrated, or to be calibrated.
-            schemes: of the modules that are, or will be, by name.
+            schemes: the schemes of the modules that are calibrated, or will be, by module name.
         """
         if any(in_shards(module) for module in model.modules()):
             refuse_unmerged(model, "export_to, of sharded weights,")
 
     def write(self, results: Results) -> None:
-        """Write the calibrated model of ``results``, a callback's; called in ``teardown`` at a run's end."""
+        """Write the calibrated model of the callback that holds ``results``; called in ``teardown`` at a run's end."""
         results.export(self.path, overwrite=self.overwrite, **self.options)
 
 
@@ -111,7 +115,10 @@ class OnnxFile(Destination):
     @override
     @classmethod
     def option_names(cls) -> list[str]:
-        """The parameters of ``export_onnx``, and ``measure``."""
+        """The options that ``export_to`` takes for a file: the parameters of ``export_onnx``, and ``measure``.
+
+        Asked when the destination is made, and by the command line for its config files.
+        """
         return [*super().option_names(), "measure"]
 
     @override
@@ -228,7 +235,7 @@ def destinations_of(export_to: ExportTo, overwrite: bool) -> list[Destination]:
 
 
 def _options_by_path(export_to: Any) -> dict[Any, Any]:
-    """The paths of ``export_to``, each with its options or None."""
+    """The paths of ``export_to``, each with its options or None; a CalibrationError for a value of another type."""
     options_by_path: dict[Any, Any] = {}
     if isinstance(export_to, Mapping):
         options_by_path.update(export_to)

@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of the student in a training step."""
+    """A call of the student in a training step, kept by :func:`_calls_of` so that the teacher can be called alike.
+
+    Attributes:
+        args, kwargs: the arguments of the call.
+        output: the student's output, with its autograd graph.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -40,6 +45,8 @@ class _Call:
 
 class Distillation:
     """Trains the quantized model, the student, on the predictions of a teacher.
+
+    `QuantizationAwareTraining` holds one, and wraps the training step with it when fit starts (:meth:`wrap_step`).
 
     Args:
         weight: factor of the divergence, which is added to the loss that ``training_step`` returns; ``"only"``: the
@@ -62,7 +69,7 @@ class Distillation:
         #: whether a copy of the student teaches
         self.copies_student = teacher == "original"
         self._teacher = None if isinstance(teacher, str) else teacher
-        #: whether the teacher's head gives its logits, as far as is known
+        #: whether the teacher's logits are the product of its head alone; True until a call has shown otherwise
         self._teaches_by_head = True
 
     @property
@@ -159,7 +166,7 @@ class Distillation:
             return TensorLogits(_class_logits(teacher(*args, **kwargs)))
 
     def _loss(self, loss: torch.Tensor, mean: torch.Tensor, training: QuantizedTraining) -> torch.Tensor:
-        """The loss to train with: a step's own ``loss`` and the ``mean`` divergence of its calls."""
+        """The loss to train with: a step's own ``loss`` plus the weighted ``mean`` divergence, or the latter alone."""
         loss = mean if self._weight == "only" else loss + self._weight * mean
         if not loss.requires_grad and training.learned is not None and not training.is_quantized:
             # Before the first calibration the learned scales are not used, and frozen weights give no gradient either.
@@ -171,7 +178,7 @@ class Distillation:
 
 @contextmanager
 def _calls_of(module: nn.Module) -> Iterator[list[_Call]]:
-    """Collect the module's calls inside the ``with`` block."""
+    """Collect the module's calls inside the ``with`` block, in which the wrapped step runs the user's own step."""
     calls: list[_Call] = []
 
     def collect(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -186,7 +193,7 @@ def _calls_of(module: nn.Module) -> Iterator[list[_Call]]:
 
 
 def _class_logits(output: Any) -> torch.Tensor:
-    """The logits in a model's output, or in the first tensor of a tuple.
+    """The logits in a model's output, or in the first tensor of a tuple; read from student and teacher alike.
 
     Returns:
         ``(batch, classes)`` or ``(batch, tokens, classes)``.

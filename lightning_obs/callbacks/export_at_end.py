@@ -28,8 +28,12 @@ if TYPE_CHECKING:
 class ExportAtEnd:
     """Writes a callback's ``export_to`` at the end of its runs.
 
+    Each callback with an ``export_to`` holds one; its hooks check the destinations before data run, and write them in
+    the end.
+
     Args:
-        destinations: to write, at least one. What this object has written itself is always replaced later.
+        destinations: the folders and files to write, at least one. A later run of the callback always replaces those
+            that an earlier run has written.
     """
 
     def __init__(self, destinations: Sequence[Destination]) -> None:
@@ -37,7 +41,10 @@ class ExportAtEnd:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the first checkpoint, for the report; None if only files are written."""
+        """The folder of the first checkpoint; None if only files are written.
+
+        Read when a callback is made: its report names the folder, and :meth:`options_for` needs to know.
+        """
         for destination in self.destinations:
             if type(destination) is Destination:
                 return destination.path
@@ -45,7 +52,7 @@ class ExportAtEnd:
 
     @property
     def files(self) -> list[Path]:
-        """The paths of the files of other formats than a checkpoint, for the report."""
+        """The paths of the files of other formats than a checkpoint; read when a callback is made, for its report."""
         return [destination.path for destination in self.destinations if type(destination) is not Destination]
 
     def options_for(self, options: CalibrationOptions) -> CalibrationOptions:
@@ -63,6 +70,8 @@ class ExportAtEnd:
 
     def require_possible(self, trainer: Trainer) -> None:
         """Refuse destinations that could not be written in the end; called in ``setup``, on all ranks.
+
+        Nothing is refused in a run that writes nothing: a test, a prediction, or ``fast_dev_run``, which says so.
 
         Raises:
             CalibrationError: a path is taken, a package is missing, this fit does not validate, or it changes the
@@ -96,7 +105,9 @@ class ExportAtEnd:
         )
 
     def require_writable(self, trainer: Trainer, session: CalibrationSession) -> None:
-        """Refuse a model or a scheme that a destination cannot hold; called on all ranks before data run.
+        """Refuse a model or a scheme that a destination cannot hold.
+
+        Called on all ranks whenever a callback has prepared its ``session``, before data run.
 
         Raises:
             CalibrationError: names the modules, what the format holds, and the remedy.
@@ -124,7 +135,9 @@ class ExportAtEnd:
                 results.first_call.require(results.session.model)
 
     def write(self, trainer: Trainer, results: Results) -> None:
-        """Write what a run that has ended has calibrated; no rank goes on before all of it is complete.
+        """Write the calibrated model to all destinations; no rank goes on before all of them are complete.
+
+        Called by the callback's ``teardown``, when a run has ended without an error.
 
         Raises:
             CalibrationError: the run has calibrated nothing, or a destination cannot be written.

@@ -23,17 +23,19 @@ from lightning_utilities.core.imports import compare_version
 
 #: each package of Lightning, and its subpackage without a Trainer
 _PACKAGES = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}
+#: the packages that are imported already; lightning where neither is
 _IMPORTED = [name for name in _PACKAGES if name in sys.modules] or ["lightning.pytorch"]
 _PYTORCH = _IMPORTED[0]
 _FABRIC = _PACKAGES[_PYTORCH]
 #: the first part of the names of Lightning's modules
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
+#: the ``Callback`` of each of these packages
 _callback_classes: list[Any] = [import_module(f"{name}.callbacks").Callback for name in _IMPORTED]
 
 
 class Callback(*_callback_classes):  # type: ignore[misc]
-    """Lightning's callback, for a Trainer of either package."""
+    """Lightning's callback, for a Trainer of either package; the base class of all callbacks of this package."""
 
 
 #: Lightning 2.4: ``validate``, ``test`` and ``predict`` with ``ckpt_path`` restore no callback
@@ -50,6 +52,8 @@ move_data_to_device: Any = import_module(f"{_FABRIC}.utilities").move_data_to_de
 
 def class_of(value: object, *names: str) -> type[Any] | None:
     """Return which of some classes of Lightning a value is an instance of, in either package.
+
+    Asked wherever an ``isinstance`` would depend on the package: about strategies, loggers, loops and modules.
 
     Classes of other packages (lightning_colossalai) are not found, whatever their name.
 

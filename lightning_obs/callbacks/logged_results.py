@@ -19,20 +19,23 @@ if TYPE_CHECKING:
 
 
 def log_number(pl_module: LightningModule, name: str, value: float) -> None:
-    """Log a number, as the maximum over ranks; called at the end of a validation's epoch.
+    """Log a number, as the maximum over ranks.
 
-    Most numbers are equal on all ranks. Times differ, and the longest counts.
+    Called at the end of a validation's epoch, for each number of a calibration (``Results.log_calibration``) and of the
+    second pass (`QuantizedMetrics`). Most numbers are equal on all ranks. Times differ, and the longest counts.
 
     Args:
         pl_module: logs the number.
-        name: of the metric.
-        value: on this rank.
+        name: the name of the metric.
+        value: the number on this rank.
     """
     pl_module.log(name, torch.tensor(value), sync_dist=True, reduce_fx="max")
 
 
 def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, errors: Sequence[LayerError]) -> None:
-    """Give the table of all layers to each logger that takes one; called after a calibration, works on rank 0.
+    """Give the table of all layers to each logger that takes a table; nothing happens on ranks other than 0.
+
+    ``Results.log_calibration`` calls it at the end of a validation's epoch, after a calibration.
 
     TensorBoard gets a text and a histogram, the CSV logger a file beside its own, and a logger with ``log_table``
     (Weights & Biases) a table.
@@ -40,8 +43,8 @@ def log_layers(trainer: Trainer, prefix: str, session: CalibrationSession, error
     Args:
         trainer: has the loggers.
         prefix: begins the names of what is logged: ``"quant"``, or with the scheme ``"quant/FP8"``.
-        session: has the observers of the layers.
-        errors: of the layers.
+        session: its observers' names become columns of the table.
+        errors: the errors of the layers, each a row.
     """
     if not trainer.is_global_zero:
         return

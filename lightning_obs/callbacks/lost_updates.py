@@ -21,24 +21,25 @@ if TYPE_CHECKING:
 _SAMPLE = 1024
 #: a smaller share of changed weights gives the warning
 _ENOUGH = 0.5
+#: dtypes of the parameters that are watched
 _HALF_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class LostUpdates:
     """Measures in the first step of each optimizer which share of the weights changes, and warns if it is small.
 
-    ``QuantizationAwareTraining`` holds one. Optimizers call it before and after each step of a fit. A step with a
-    learning rate of zero (a warm-up) does not count as the first, nor does a step that a loss scaler leaves out.
+    ``QuantizationAwareTraining`` holds one. Optimizers call its hooks before and after each step of a fit. A step with
+    a learning rate of zero (a warm-up) does not count as the first, nor does a step that a loss scaler leaves out.
 
     Args:
-        label: of the callback, to begin the warning with.
+        label: the label of the callback's scheme, which begins the warning.
     """
 
     def __init__(self, label: str) -> None:
         self._label = label
         self._warns = False  # whether this rank warns
         self._handles: list[RemovableHandle] = []
-        self._waiting: set[torch.optim.Optimizer] = set()  # those whose first step has not run yet
+        self._waiting: set[torch.optim.Optimizer] = set()  # optimizers whose first step has not run yet
         #: parameters in half precision, each with some of its weights before the step that runs now
         self._earlier: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -57,9 +58,9 @@ class LostUpdates:
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
 
     def stop(self) -> None:
-        """Remove the hooks from the optimizers; called at the end of a run, and before a new fit is watched.
+        """Remove the hooks from the optimizers, if there are any.
 
-        Can be called at any time, any number of times.
+        Called when a run ends, however it ends, and before a new fit is watched.
         """
         for handle in self._handles:
             handle.remove()
@@ -69,9 +70,10 @@ class LostUpdates:
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Remember some of the weights in half precision before an optimizer's step.
+        """The hook before an optimizer's step: until its first step has counted, remember some weights.
 
-        Lightning runs the backward inside the step, so which weights have a gradient is known only after it.
+        Nothing is remembered with a learning rate of zero, or if the optimizer rounds stochastically. Lightning runs
+        the backward inside the step, so which weights have a gradient is known only after it.
         """
         self._earlier.clear()
         if optimizer not in self._waiting or _learning_rate(optimizer) == 0:
@@ -83,7 +85,11 @@ class LostUpdates:
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Count how many of the remembered weights that have a gradient have changed; warn if they are too few."""
+        """The hook after an optimizer's step: count the remembered weights with a gradient that have changed.
+
+        Warn if they are less than the share ``_ENOUGH``; after the warning no further optimizer is looked at. If no
+        weight has a gradient, the step does not count as the first.
+        """
         with_gradient = changed = 0.0
         for parameter, values in self._earlier:
             if parameter.grad is not None:
@@ -125,7 +131,7 @@ def _learning_rate(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Evenly spaced values of a parameter, or of this rank's part of it."""
+    """About ``_SAMPLE`` evenly spaced values of a parameter or its gradient, or of this rank's part of it."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     flat = local.reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)]

@@ -16,7 +16,10 @@ from lightning_obs.onnx.onnx_file import export_onnx
 
 
 def export_and_measure(model: nn.Module, file: str | os.PathLike[str], example: Any, **options: Any) -> Path:
-    """Write an ONNX file, and say what the installed onnxruntime makes of it; called by ``callback.export_onnx``.
+    """Write an ONNX file, run it in the installed onnxruntime, and print how it compares with the model in float.
+
+    Called by ``callback.export_onnx``, and at a run's end for an ONNX file of ``export_to``. Without onnxruntime the
+    file is only written.
 
     Args:
         model: calibrated.

@@ -33,8 +33,9 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.eager import SharedBlocks
 from lightning_obs.model.mark import keep_hook_out, keep_out_of_copies, set_attributes, value_before
 
+#: by base name of a state, the function of compressed-tensors that registers a hook on it
 _REGISTER = {"q": register_query_hook, "k": register_key_hook, "v": register_value_hook}
-#: compressed-tensors' switch of an attention module
+#: compressed-tensors' switch of an attention module: False keeps it from quantizing the states itself
 _ENABLED = "quantization_enabled"
 
 
@@ -67,7 +68,9 @@ def hooked_attention(model: nn.Module, modules: Mapping[nn.Module, Collection[st
 
 
 def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch.Tensor], None]) -> Callable[[], None]:
-    """Let ``hook`` be called with a state at each forward, before it is quantized: to observe it.
+    """Let ``hook`` be called with a state at each forward, before the state is quantized: to observe it.
+
+    ``calibration/hooks.py`` calls this for each observed state when a session is attached.
 
     Args:
         module: an attention module inside :func:`hooked_attention`.
@@ -87,7 +90,9 @@ def register_state_hook(module: nn.Module, base_name: str, hook: Callable[[torch
 def register_state_change(
     module: nn.Module, base_name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> Callable[[], None]:
-    """Let ``change`` replace a state at each forward, to quantize it; every :func:`register_state_hook` sees it before.
+    """Let ``change`` replace a state at each forward, to quantize it; hooks that observe see the state before.
+
+    ``quantized_forward.fake_quantized_states`` calls this for each quantized state, when a block or a fit begins.
 
     Args:
         module: an attention module inside :func:`hooked_attention`.
@@ -107,7 +112,10 @@ def register_state_change(
 
 
 def _reader(module: nn.Module, base_name: str) -> nn.Module:
-    """compressed-tensors' module through which a state passes, and which has the state's hooks."""
+    """The module of compressed-tensors through which a state passes, and which has the state's hooks.
+
+    The functions above register hooks, which have to be kept out of copies of this module.
+    """
     return module.get_submodule(IMPL_ATTR if base_name == "q" else KV_CACHE_ATTR)
 
 
@@ -148,6 +156,9 @@ def _hooked(
 ) -> Iterator[None]:
     """Put one of compressed-tensors' modules into an attention module for the length of the ``with`` block.
 
+    :func:`hooked_attention` enters it once for each attention module and attribute, shared by all users. Copies of the
+    attention module that are made in the block do not have compressed-tensors' module.
+
     Args:
         model: a model of transformers.
         module: its attention module.
@@ -180,6 +191,7 @@ def _attention_function(model: Any) -> Iterator[None]:
 
     compressed-tensors sets another function in the configs of the whole model, and remembers the original function in
     one place for all models. Copies that are made inside the block have the original function.
+    :func:`hooked_attention` enters it, shared by all users, if q is observed or quantized.
     """
     original = QuantizedAttentionImpl._original_impl
     _refuse_other_function(model, original)
@@ -210,7 +222,12 @@ def _attention_function(model: Any) -> Iterator[None]:
 
 
 def _refuse_other_function(model: Any, original: str) -> None:
-    """Refuse a model while another model, with a different attention function, is in a block."""
+    """Refuse a model while another model, with a different attention function, is in a block.
+
+    Args:
+        model: about to enter its block.
+        original: the name of the function that compressed-tensors remembers, for all models that are in blocks.
+    """
     used = model.config._attn_implementation
     other_models = [other_model for other_model in _function_blocks.open if other_model is not model]
     if other_models and original != used:
@@ -231,7 +248,7 @@ def _configs(model: Any) -> list[Any]:
 
 
 def _add_configs(configs: dict[int, Any], config: Any) -> None:
-    """Add a config and the configs in it, by their ids."""
+    """Add a config and the configs in it to ``configs``, by their ids; nothing happens for one without attention."""
     if not hasattr(config, "_attn_implementation") or id(config) in configs:
         return
     configs[id(config)] = config

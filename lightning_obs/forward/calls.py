@@ -30,7 +30,8 @@ def in_evaluation_mode(
 ) -> AbstractContextManager[None]:
     """For a ``with`` block in which modules are in evaluation mode; afterwards each is in its former mode.
 
-    Runs outside of Lightning's loops (:mod:`.extra_runs`), a distillation's teacher and learned scales use it.
+    Entered by runs outside of Lightning's loops (:mod:`.extra_runs`), around each call of a distillation's teacher, and
+    while a fit trains scales alone (for dropout and batch norms, by ``kinds``).
 
     Args:
         model: the model whose modules are switched.
@@ -103,7 +104,8 @@ def named_logits(output: Any) -> Any:
 def first_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
     """Return the tensor that a module quantizes as its input: the first positional or keyword tensor of a call.
 
-    Hooks that observe inputs call it. None if no argument is a tensor.
+    Hooks that watch the inputs of modules call it at each call of a module: for experts, rounding, weights of tokens
+    and layer errors. None if no argument is a tensor.
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
@@ -116,7 +118,7 @@ def replace_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the input of a call: the tensor that :func:`first_input` finds.
 
-    The quantized forward puts the quantized input in its place.
+    The quantized forward of every module but a plain Linear calls it, to put the quantized input in its place.
 
     Args:
         args, kwargs: the arguments of the call.

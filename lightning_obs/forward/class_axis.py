@@ -22,14 +22,15 @@ from lightning_obs.model.offload import at_rest
 class LastLayer:
     """Remembers the layer with a weight that ran last: its output's shape, and which dimension holds the channels.
 
-    A comparison of predictions lets it :meth:`watch` the model, runs the model, and passes the logits through
-    :meth:`classes_last`.
+    Made once for each comparison of predictions (``choice/divergence.py``, ``report/predictions.py``) and for the
+    weights of tokens (``calibration/output_probe.py``). They let it :meth:`watch` the model, run the model, and pass
+    the logits of each call through :meth:`classes_last`.
     """
 
     def __init__(self) -> None:
-        #: the dimension of the output that holds the channels
+        #: the dimension of the last layer's output that holds the channels
         self._axis = 0
-        #: the output's shape; None: no layer has run
+        #: the shape of the last layer's output; None: no layer has run
         self._shape: torch.Size | None = None
 
     def watch(self, model: nn.Module, stack: ExitStack) -> None:
@@ -49,13 +50,15 @@ class LastLayer:
                     stack.callback(keep_hook_out(module, module.register_forward_hook(self._see)))
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A forward hook: remember the output of this layer."""
+        """The forward hook of each watched layer: remember this layer's output, as the last one so far."""
         if isinstance(output, torch.Tensor):
             self._axis = channel_axis(module, output)
             self._shape = output.shape
 
     def classes_last(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the model's last call as ``(batch, ..., classes)``: the dimension of the classes moved to the end.
+        """Return logits of the model's last call as ``(batch, ..., classes)``: their classes moved to the end.
+
+        Called after each call of the watched model, before predictions are compared or probed.
 
         Raises:
             CalibrationError: the layer's output does not tell which dimension holds the classes.

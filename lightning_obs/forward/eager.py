@@ -34,7 +34,12 @@ _Shared: TypeAlias = nn.Module | ModuleType
 
 @dataclass
 class _Block:
-    """An entered context manager, which ``stack`` exits, and how many users are in it."""
+    """An entered context manager and its users; :meth:`SharedBlocks.around` makes and counts.
+
+    Attributes:
+        stack: exits the context manager when it is closed.
+        users: how many users are in the block.
+    """
 
     stack: ExitStack = field(default_factory=ExitStack)
     users: int = 0
@@ -53,9 +58,9 @@ class SharedBlocks:
 
     @contextmanager
     def around(self, shared: _Shared, make: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """For a ``with`` block: enter the shared block around an object, or stay in it if others are in it already.
+        """For a ``with`` block: enter the shared block around an object, or join it if others are in it already.
 
-        The last user to leave exits the shared block.
+        The last user to leave exits the shared block. Entered by :func:`run_eagerly` and ``hooked_attention``.
 
         Args:
             shared: the object.
@@ -85,8 +90,9 @@ eager_blocks = SharedBlocks()
 def run_eagerly() -> AbstractContextManager[None]:
     """For a ``with`` block in which no graph of torch.compile runs.
 
-    A graph that was compiled before would not see the hooks and forwards that observing and quantizing put on modules,
-    so both run the model in this block.
+    A graph that was compiled before would not see the hooks and forwards that observing and quantizing put on modules.
+    So it is entered while observers are attached, in ``quantized``, in a sanity check, and where layer errors or
+    divergences are measured.
     """
     return eager_blocks.around(torch, lambda: torch.compiler.set_stance("force_eager"))
 
@@ -98,7 +104,8 @@ def run_eagerly() -> AbstractContextManager[None]:
 def unfused(model: nn.Module) -> Iterator[None]:
     """For a ``with`` block in which encoder layers of a model call their modules, as in training.
 
-    Entered wherever modules are observed or run quantized for a while; copies of the model are not changed.
+    Entered while observers are attached, in ``quantized`` and a fit, where layer errors or divergences are measured,
+    and while a model is traced. Copies of the model are not changed.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -111,14 +118,15 @@ def unfused(model: nn.Module) -> Iterator[None]:
 def unfuse_for_good(model: nn.Module) -> None:
     """Let encoder layers of a model, and of its copies, call their modules from now on.
 
-    Called for models whose modules were replaced, or run quantized for good.
+    Called by ``load_checkpoint``, whose modules run quantized for good, and by ``linearize_attention``, which replaces
+    modules.
     """
     for module in model.modules():
         vars(module).update(_switched_off(module))
 
 
 def _switched_off(module: nn.Module) -> dict[str, Any]:
-    """The attributes that keep a module from computing fused, with their values; empty for any other module."""
+    """The attributes that keep torch's encoder (layer) from computing fused, by name; empty for any other module."""
     if isinstance(module, nn.TransformerEncoderLayer):
         return {"activation_relu_or_gelu": 0}
     if isinstance(module, nn.TransformerEncoder):

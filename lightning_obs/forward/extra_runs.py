@@ -24,7 +24,8 @@ from lightning_obs.model.offload import at_rest, execution_device
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """For a ``with`` block that runs the model in evaluation mode; then modes, buffers, random numbers are as before.
 
-    Measurements outside of Lightning's loops, and the tracing for ONNX, run in such a block. Buffers of dispatched
+    Entered for each measurement outside of Lightning's loops (layer errors, choices of observers and schemes), for a
+    rounding on quantized inputs, and for the tracing for ONNX. Buffers of dispatched
     modules (offloaded by accelerate) are not restored. Other state that a ``forward`` changes is not restored either.
     """
     buffers = _copies_of_buffers(model)
@@ -39,7 +40,10 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def _copies_of_buffers(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]:
-    """Each buffer of a model: its module and name there, the tensor, and a copy of its values."""
+    """Each buffer of a model: its module and name there, the tensor, and a copy of its values.
+
+    Buffers of dispatched modules are left out.
+    """
     copies = []
     with at_rest():
         for module in model.modules():

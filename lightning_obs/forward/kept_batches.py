@@ -23,7 +23,13 @@ KEPT_BYTES = 2 * 2**30
 
 @dataclass(frozen=True)
 class _KeptBatch:
-    """A batch on the CPU, the device that each of its tensors (by id) came from, and a note about it."""
+    """A batch that :class:`KeptBatches` holds until it is run again.
+
+    Attributes:
+        batch: the copy, with all its tensors on the CPU.
+        devices: the device that each tensor came from, by the id of its copy.
+        note: the object that :meth:`KeptBatches.add` got with the batch.
+    """
 
     batch: Any
     devices: Mapping[int, torch.device]
@@ -32,6 +38,9 @@ class _KeptBatch:
 
 class KeptBatches:
     """The first batches of a loader, copied to the CPU, as long as their tensors fit in the memory allowed.
+
+    A second pass of a validation makes one for each loader, ``observers="auto"`` one for the model's inputs, and
+    ``calibration/kept_calls.py`` one for the calls of a module.
 
     Args:
         byte_limit: memory for the tensors of all batches [bytes].
@@ -82,12 +91,15 @@ class KeptBatches:
             self._kept.append(_KeptBatch(copied, to_cpu.devices, note))
 
     def shorten(self, length: int) -> None:
-        """Keep only the first ``length`` batches: for equal numbers on all ranks (``quantized_validation.py``)."""
+        """Keep only the first ``length`` batches.
+
+        ``QuantizedValidation`` calls it before its second pass, so that all ranks have the same number.
+        """
         while len(self) > length:
             self._kept.pop()
 
     def note(self, index: int) -> Any:
-        """Return the note that :meth:`add` got with the batch at ``index``."""
+        """Return the note that :meth:`add` got with the batch at ``index``; ``KeptCalls`` reads it to repeat a call."""
         return self._kept[index].note
 
     def copy(self, index: int) -> Any:
@@ -101,7 +113,8 @@ class KeptBatches:
     def pop_all(self) -> Iterator[tuple[Any, Any]]:
         """Yield ``(batch, note)`` in order, each batch on its original devices, and release each batch at the next one.
 
-        ``callbacks/replayed_loop.py`` runs the kept batches a second time by it.
+        Read where the kept batches run a second time: in ``callbacks/replayed_loop.py``, and after
+        ``observers="auto"`` has chosen.
         """
         while self._kept:
             entry = self._kept.popleft()
@@ -110,6 +123,8 @@ class KeptBatches:
 
 class _TensorsToCpu(TorchFunctionMode):
     """Inside this mode ``copy.deepcopy`` copies tensors to the CPU, without their history.
+
+    :meth:`KeptBatches.add` makes one for each batch, and reads the attributes afterwards.
 
     Attributes:
         devices: the device of each original, by the id of its copy.
@@ -133,7 +148,10 @@ class _TensorsToCpu(TorchFunctionMode):
 
 
 class _TensorsToDevices(TorchFunctionMode):
-    """Inside this mode ``copy.deepcopy`` copies each tensor to the device listed for its id."""
+    """Inside this mode ``copy.deepcopy`` copies each tensor to the device listed for its id.
+
+    Made when a kept batch is to run again, with the ``devices`` of its :class:`_KeptBatch`.
+    """
 
     def __init__(self, devices: Mapping[int, torch.device]) -> None:
         super().__init__()
@@ -147,7 +165,7 @@ class _TensorsToDevices(TorchFunctionMode):
 
 
 def _deep_copy(batch: Any, mode: TorchFunctionMode) -> Any:
-    """Copy a batch with its tensors moved as ``mode`` says; raise a CalibrationError for what cannot be copied."""
+    """Copy a batch with its tensors moved as ``mode`` says; raise a CalibrationError if it cannot be copied."""
     with torch.inference_mode(False), torch.no_grad(), mode:
         try:
             return copy.deepcopy(batch)

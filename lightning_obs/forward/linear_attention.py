@@ -84,9 +84,10 @@ class LinearAttention(nn.MultiheadAttention):
         return (output if self.batch_first else output.transpose(0, 1)), weights
 
     def _batch_first(self, is_batched: bool, *inputs: torch.Tensor) -> list[torch.Tensor]:
-        """The inputs as ``(batch, tokens, channels)``.
+        """The ``inputs`` query, key and value as ``(batch, tokens, channels)``; called first by :meth:`forward`.
 
         A tensor that is passed as several of query, key and value stays one tensor, so that observers measure it once.
+        ``is_batched`` is False for inputs ``(tokens, channels)`` of one sample.
         """
         turned: dict[int, torch.Tensor] = {}
         for value in inputs:
@@ -97,7 +98,10 @@ class LinearAttention(nn.MultiheadAttention):
         return [turned[id(value)] for value in inputs]
 
     def _with_added_keys(self, projected: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Keys or values ``(batch, tokens, channels)``, and behind them those that the options of the module add."""
+        """Keys or values ``(batch, tokens, channels)``, and behind them the tokens that the options of the module add.
+
+        These are a learned ``bias`` (``add_bias_kv``) and a token of zeros (``add_zero_attn``).
+        """
         shape = (len(projected), 1, projected.shape[-1])
         parts = [projected]
         if bias is not None:
@@ -133,9 +137,9 @@ class LinearAttention(nn.MultiheadAttention):
         return F.pad(sum(masks[1:], masks[0]), (0, added))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Rename the tensors of an ``nn.MultiheadAttention`` to those of the Linears, which torch loads next.
+        """Split the tensors of an ``nn.MultiheadAttention`` into those of the Linears, in place; then load them.
 
-        ``load_state_dict`` calls this for each module.
+        ``load_state_dict`` calls this for each module. Tensors that have the Linears' names already stay.
         """
         for suffix, joined in (("weight", "in_proj_weight"), ("bias", "in_proj_bias")):
             value = state_dict.pop(prefix + joined, None)
@@ -159,7 +163,7 @@ def _to_add(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _attend(
     heads: Sequence[torch.Tensor], mask: torch.Tensor | None, dropout: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention together with its weights.
+    """Attention together with its weights; :meth:`LinearAttention.forward` calls it if the weights are asked for.
 
     Args:
         heads: queries, keys and values, each ``(batch, heads, tokens, channels)``.
@@ -260,7 +264,7 @@ def split_as_stored(
 
 
 def _joined_attention(model: nn.Module) -> dict[str, nn.MultiheadAttention]:
-    """The modules that can be linearized, by name."""
+    """The attention modules that can be linearized, by name: no subclasses, and none inside a transformers model."""
     of_transformers = inside_transformers(model)
     modules = {}
     for name, module in model.named_modules():

@@ -61,9 +61,9 @@ class LinearRecurrent(nn.RNNBase):
         return _without_state, (self.kind,), self.__getstate__()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Rename the weights of the original layer to those of the modules, which torch loads next.
+        """Rename the weights of the original layer to those of the modules, in place; then load them.
 
-        ``load_state_dict`` calls this for each module.
+        ``load_state_dict`` calls this for each module. Weights that have the modules' names already stay.
         """
         for name in self._flat_weights_names:
             value = state_dict.pop(prefix + name, None)
@@ -86,7 +86,10 @@ def _linear_class(kind: type[nn.RNNBase]) -> type[LinearRecurrent]:
 
 
 def _without_state(kind: type[nn.RNNBase]) -> LinearRecurrent:
-    """A layer as pickle makes it, before it sets its state."""
+    """A layer without attributes; ``pickle`` and ``copy`` call this first, and then set the layer's state.
+
+    The classes of :data:`_LINEAR_CLASSES` are in no module, so pickle cannot find them by name.
+    """
     linear_class = _linear_class(kind)
     return linear_class.__new__(linear_class)
 
@@ -143,7 +146,7 @@ def linearize_stored_recurrent(model: nn.Module, stored_names: Iterable[str]) ->
 
 
 def _plain_layers(model: nn.Module) -> dict[str, nn.RNNBase]:
-    """The layers that can be linearized, by name."""
+    """The layers that can be linearized, by name: not linearized yet, and not inside a transformers model."""
     of_transformers = inside_transformers(model)
     layers = {}
     for name, module in model.named_modules():
@@ -154,7 +157,7 @@ def _plain_layers(model: nn.Module) -> dict[str, nn.RNNBase]:
 
 
 def _has_other_parameters(layer: nn.RNNBase) -> bool:
-    """Whether parameters are sharded, offloaded or computed from others."""
+    """Whether a layer's parameters are sharded, offloaded or computed from others; then it cannot be linearized."""
     return in_shards(layer) or is_dispatched(layer) or is_parametrized(layer)
 
 

@@ -74,7 +74,12 @@ class ModelCopy:
 
 
 def _refused(part: str, got: str) -> CalibrationError:
-    """The error to raise for a part of the model that cannot be copied."""
+    """The error to raise for a part of the model that cannot be copied.
+
+    Args:
+        part: names the attribute or the class of the part.
+        got: the error that copying raised, or the reason, for the message.
+    """
     return CalibrationError(
         "the model is run once more as a copy, and a part of it cannot be copied",
         where=[part],
@@ -85,7 +90,9 @@ def _refused(part: str, got: str) -> CalibrationError:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """Lets ``deepcopy`` copy every tensor, to a tensor without a history that is no inference tensor.
+    """A mode in which ``deepcopy`` copies every tensor to one without a history that is no inference tensor.
+
+    :class:`ModelCopy` enters it for its copy.
 
     torch refuses to copy tensors with a history, and copies inference tensors to inference tensors.
     """
@@ -122,7 +129,7 @@ def _is_tokenizer(value: Any) -> bool:
 
 
 def _objects_of(model: nn.Module) -> set[int]:
-    """The ids of a model's modules and of the objects in their attributes."""
+    """The ids of a model's modules and of the objects in their attributes: the owners of hooks that are copied."""
     ids = set()
     for module in model.modules():
         ids.add(id(module))
@@ -132,6 +139,8 @@ def _objects_of(model: nn.Module) -> set[int]:
 
 def _take_out_watchers(objects: set[int], attributes: dict[str, Any]) -> None:
     """Take hooks whose state does not belong to the model out of a copy of a module's ``__dict__``.
+
+    Called for each module while the model is copied. Hooks of ``torch.nn.utils`` (pruning, weight norm) stay.
 
     Args:
         objects: :func:`_objects_of` the model.
@@ -155,7 +164,14 @@ def _owner_of(hook: Callable[..., Any]) -> Any:
 
 
 def _find_uncopyable(model: nn.Module, shared: Mapping[int, Any]) -> str:
-    """The name of the first attribute of the model's modules that cannot be copied."""
+    """The name of the first attribute of the model's modules that cannot be copied, for the error.
+
+    Called after the copy of the whole model has failed.
+
+    Args:
+        model: could not be copied.
+        shared: the objects that are not copied (:func:`_shared`).
+    """
     modules = {id(module): module for module in model.modules()}
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -33,9 +33,10 @@ def call_for_head(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         args, kwargs: the arguments of the call; transformers' ``labels`` are left out.
 
     Returns:
-        None where its logits are not the product of its head alone, or this cannot be seen: no head of its own
-        (``get_output_embeddings``), one that is wrapped, hooked, sharded, offloaded or has adapters, a compiled model,
-        an encoder and decoder, whose inputs come from ``labels``.
+        The head's input, weight and bias, from which the logits follow. None where the logits are not the product of
+        the head alone, or this cannot be seen: the teacher has no head of its own (``get_output_embeddings``); the head
+        is wrapped, hooked, sharded, offloaded or has adapters; the teacher is compiled, or an encoder and decoder,
+        whose inputs come from ``labels``.
     """
     head = _plain_head(teacher)
     if head is None or _has_positional_labels(teacher, args):
@@ -69,7 +70,10 @@ def call_for_head(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _plain_head(teacher: nn.Module) -> nn.Linear | None:
-    """The Linear that gives the teacher's logits, if nothing else takes part in its call; see :func:`call_for_head`."""
+    """The Linear that gives the teacher's logits; None if something else takes part in its call.
+
+    :func:`call_for_head` lists the cases.
+    """
     get_head = getattr(teacher, "get_output_embeddings", None)
     if get_head is None or getattr(getattr(teacher, "config", None), "is_encoder_decoder", False):
         return None

@@ -31,8 +31,9 @@ def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
     The Fisher information of the logits is ``diag(p) - p p^T``, with the softmax p of the logits.
 
-    Backward from it gives a gradient g at a module's output. ``1/2 E[(g^T d)^2]`` is then, to second order, the
-    Kullback-Leibler divergence that a change d of the output causes.
+    Sensitivities and weights of tokens are measured by it: backward from the returned gradient gives a gradient g at a
+    module's output. ``1/2 E[(g^T d)^2]`` is then, to second order, the Kullback-Leibler divergence that a change d of
+    the output causes.
 
     Args:
         logits: the logits of a batch.

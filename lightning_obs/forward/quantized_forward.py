@@ -55,7 +55,7 @@ from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import adapters_of
 from lightning_obs.numerics.fake_quantize import learned_scale
 
-#: held while threads are compared and noted
+#: held while :func:`unobserved` compares the threads in blocks of a model with its own, and notes its own
 _claiming = Lock()
 
 # ---------------------------------------------------------------------- entering and leaving
@@ -109,7 +109,8 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
 def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
     """For a ``with`` block inside :func:`quantized`, in which each weight is quantized once, at its first forward.
 
-    For a model that runs often: one that generates, or a block that runs on all batches (``streaming/layerwise.py``).
+    For a model that runs often: one that generates, in a user's code, or a block of a streamed model that runs on all
+    batches (``streaming/layerwise.py`` enters it).
     The quantized weights take as much memory again as the weights, which may not change inside the block. Offloaded
     weights are quantized at each forward, so that their memory is free in between.
     """
@@ -124,8 +125,9 @@ def weights_kept(model: nn.Module) -> AbstractContextManager[None]:
 def unobserved(model: nn.Module) -> Iterator[None]:
     """For the ``with`` block of :func:`quantized`: no observer sees calls of the model's modules.
 
-    The mark of each module notes the thread, so that hooks of observers know. Another thread that enters such a block
-    of the same modules meanwhile gets a CalibrationError.
+    The mark of each module (:mod:`lightning_obs.model.mark`) notes the thread; hooks of observers read it, and leave
+    out the module's calls. Another thread that enters such a block of the same modules meanwhile gets a
+    CalibrationError.
     """
     thread = get_ident()
     modules = list(model.modules())
@@ -157,7 +159,8 @@ def _threads_of(module: nn.Module) -> set[int]:
 def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Callable[[], None]:
     """Let a calibrated module, but no copy of it, run quantized.
 
-    :func:`quantized` calls this for each module; measuring layer errors and exporting ONNX call it themselves.
+    :func:`quantized` calls this for each module. So do, for single modules, measured layer errors and divergences and
+    the rounding on quantized inputs; and ``tracing.written_by``, with a writer, when a file is traced.
 
     Args:
         module: calibrated, without quantized attention states.
@@ -178,7 +181,7 @@ def quantize_forward(module: nn.Module, *, writer: Writer | None = None) -> Call
 def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
     """Let a module of a loaded checkpoint run quantized from now on; its copies and pickles run quantized, too.
 
-    ``load_checkpoint`` calls this.
+    ``load_checkpoint`` calls this for each module, after it has written the module's quantization parameters.
 
     Args:
         module: has quantization parameters, which become buffers.
@@ -191,7 +194,10 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 
 
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
-    """Let a module train through fake quantization, as soon as it has qparams. Called when a fit starts.
+    """Let a module train through fake quantization, as soon as it has qparams.
+
+    Called for each planned module when `QuantizationAwareTraining` begins to quantize the model
+    (``fine_tuning/quantized_training.py``).
 
     Args:
         module: planned, calibrated or not.
@@ -236,7 +242,7 @@ def fake_quantized_states(
 ) -> Iterator[None]:
     """For a ``with`` block in which attention modules read fake-quantized states, with gradients.
 
-    :func:`quantized` and a fit enter it.
+    :func:`quantized` enters it, and ``fine_tuning/quantized_training.py`` for as long as a fit quantizes the model.
 
     Args:
         model: a model of transformers.
@@ -274,11 +280,13 @@ def _quantized_attributes(
 ) -> dict[str, Any]:
     """The attributes to set on a module so that it runs quantized: a :class:`Quantization` and a forward that reads it.
 
+    The three functions that let a module run quantized call it: inside a block, for good, or in training.
+
     Args:
         module: planned or calibrated.
         switch: turns weights and activations on and off.
         trainable: False: a gradient for its weight is an error.
-        output_by_hook: a forward hook quantizes the output.
+        output_by_hook: True: a forward hook quantizes the output, and the forward leaves it as it is.
     """
     # accelerate's hook is around the forward, and has the weight there only while that runs.
     attribute = "_old_forward" if "_hf_hook" in vars(module) else "forward"
@@ -333,7 +341,7 @@ def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # th
 
 
 def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The product with the quantized weight, plus the bias."""
+    """The product of an input with a Linear's quantized weight, plus the bias; :func:`_linear_forward` calls it."""
     output = _recomputed(linear, LinearProduct(), input)
     if output is not None:
         return output
@@ -343,10 +351,11 @@ def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
 
 
 def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> torch.Tensor | None:
-    """The product with the quantized weight, plus the bias, where the weight is quantized in the backward once more.
+    """The product with the quantized weight, plus the bias; the backward quantizes the weight once more.
 
-    None if autograd does not record, if a compiler decides what is kept for the backward, or if the weight is not
-    quantized anew in each forward (:func:`weight_quantizer`).
+    Each quantized forward of a Linear, a convolution or a Conv1D tries this first, to keep no quantized weight for the
+    backward. None if autograd does not record, if a compiler decides what is kept for the backward, or if the weight is
+    not quantized anew in each forward (:func:`weight_quantizer`).
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
@@ -387,7 +396,11 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The output of a convolution or of transformers' Conv1D in training; see :func:`_recomputed`."""
+    """The output of a convolution or of transformers' Conv1D in training, by :func:`_recomputed`.
+
+    None where that function gives None, for a module of another class, and for a call with other arguments than one
+    tensor.
+    """
     inputs = [*args, *kwargs.values()]
     product = product_of(module)
     if product is None or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
@@ -398,7 +411,13 @@ def _recomputed_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 def _output_with(
     tensors: dict[str, torch.Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The output of a module that computes with other tensors in place of its own, by their names in it."""
+    """The output of a module's own forward, which computes with other tensors in place of the module's own.
+
+    Args:
+        tensors: the other tensors, by the names of the module's attributes that they replace during the call.
+        module: runs quantized.
+        args, kwargs: the arguments of the call.
+    """
     # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
     attributes = vars(module)
     masked_tensors = {name: attributes[name] for name in tensors if name in attributes}
@@ -415,7 +434,10 @@ def _output_with(
 
 
 def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that a module computes with in place of its own, by their names in it: weight and bias."""
+    """The quantized weight and the rounded bias that a module computes with, by the names of its attributes.
+
+    A weight that the module does not have, and a bias that is not rounded, are left out.
+    """
     tensors = {}
     weight = quantized_weight(module)
     if weight is not None:

@@ -32,7 +32,8 @@ from lightning_obs.numerics.fake_quantize import (
 )
 from lightning_obs.numerics.qparams import ATTENTION
 
-#: ``(value, base name)`` to the value that a module computes with; a weight keeps its own shape
+#: takes ``(value, base name)`` and gives the value that a module computes with; a weight keeps its own shape. When a
+#: model is traced for a file, the writer of the format takes the place of fake quantization.
 Writer: TypeAlias = Callable[[torch.Tensor, str], torch.Tensor]
 
 #: The attribute of a module that holds its :class:`Quantization`. It is set and taken away together with ``forward``,
@@ -47,13 +48,15 @@ _ON_THE_GRID = (QuantizationStatus.COMPRESSED, QuantizationStatus.DECOMPRESSED)
 
 @dataclass
 class Switch:
-    """Which tensors the quantized forwards quantize at present.
+    """Which tensors the quantized forwards quantize at present; each quantized forward reads it.
 
     A fit has one for all modules of its model, and turns weights and activations on and off. Inside ``quantized()``
     both are on.
     """
 
+    #: whether weights are quantized
     weights: bool = True
+    #: whether inputs, outputs and attention states are quantized
     activations: bool = True
     #: quantizes and dequantizes instead of the functions of numerics; None: those functions
     writer: Writer | None = None
@@ -63,21 +66,31 @@ class Switch:
 
 @dataclass
 class WeightCache:
-    """Keeps the quantized weight of one module from its first forward on; ``weights_kept`` gives each module one."""
+    """Keeps the quantized weight of one module from its first forward on.
 
+    ``weights_kept``, the rounding on quantized inputs and measured divergences give one to each module for a while;
+    :func:`fake_quantize_for` fills and reads it.
+    """
+
+    #: the weight after quantize and dequantize; None before the first forward
     weight: torch.Tensor | None = None
 
 
 @dataclass
 class Quantization:
-    """How a module runs quantized; :mod:`.quantized_forward` puts one on each such module."""
+    """How a module runs quantized: made by :mod:`.quantized_forward`, when a module begins to run quantized.
+
+    The module's quantized forward reads it at each call (:func:`quantization_of`).
+    """
+
+    #: which tensors are quantized at present
 
     switch: Switch = field(default_factory=Switch)
     #: the forward that the instance had itself (a wrapper of somebody else's); None: its class's
     original_forward: Callable[..., Any] | None = None
-    #: a forward hook quantizes the output
+    #: True: a forward hook quantizes the output, and the forward leaves it as it is
     output_by_hook: bool = False
-    #: the module computes ``F.linear`` and nothing else: its weight ``(R, C)`` is a matrix already
+    #: True: the module computes ``F.linear`` and nothing else, so its weight ``(R, C)`` is a matrix already
     is_plain_linear: bool = False
     #: False: no LoRA layer was around the module when it began to run quantized, and none is looked for
     may_have_adapters: bool = True
@@ -89,6 +102,7 @@ class Quantization:
     weight_cache: WeightCache | None = None
 
 
+#: of modules whose ``forward`` is not replaced
 _DEFAULT = Quantization()
 
 
@@ -140,7 +154,8 @@ def _refuse_training(gradient: torch.Tensor) -> None:
 def quantized_weight(module: nn.Module) -> torch.Tensor | None:
     """The weight after quantize and dequantize, in its own shape, with gradients; None without a weight.
 
-    The quantized forward of every module but a plain Linear computes with it.
+    The quantized forward of every module but a plain Linear computes with it; sensitivities of schemes that are
+    measured without data compare it with the weight (``choice/sensitivity.py``).
     """
     weight = weight_in_use(module)
     if weight is None:
@@ -162,7 +177,8 @@ def bias_in_use(module: nn.Module) -> torch.Tensor | None:
     Called by every quantized forward.
 
     Returns:
-        The module's own bias where it is not rounded, or switched off; None without one.
+        The rounded bias; the module's own bias where it is not rounded, or where quantization is switched off; None
+        without a bias. While a model is traced, the bias that the tracing has rounded before.
     """
     bias = getattr(module, "bias", None)
     if bias is None:
@@ -254,14 +270,18 @@ def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
 
 @dataclass  # not frozen: torch 2.11 and older do not trace how a frozen one is made
 class StaticQuantizer:
-    """Quantizes and dequantizes a tensor by parameters that calibration wrote, as they were when it was made.
+    """Quantizes and dequantizes a tensor by the quantization parameters that calibration wrote to a module.
+
+    Made anew for each tensor at each forward (:meth:`of`), so it has the parameters of that moment.
 
     Attributes:
         args: number format and strategy.
-        zero_point, global_scale: qparams of the module, or None.
-        codes: integers of a weight that a rounding chose, which take the place of the nearest; or None.
-        is_scale_learned: whether the codes' gradient goes to the scale instead of the weight.
-        observations: how many observations an activation stacks.
+        zero_point: the module's zero point for the tensor; None: the format has none.
+        global_scale: the module's global scale for the tensor, a factor of all its scales; None: there is none.
+        codes: the integers of a weight that a rounding chose instead of the nearest ones; None: the nearest are taken.
+        is_scale_learned: whether the scale is learned. Then gradients go through ``codes`` to the scale, else past
+            them to the weight.
+        observations: how many observations (tokens) an activation stacks, a factor of a learned scale's gradient.
     """
 
     args: QuantizationArgs
@@ -305,7 +325,10 @@ class StaticQuantizer:
         )
 
     def without_graph(self, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-        """The tensor after quantize and dequantize, without gradients; perhaps in ``memory``, of its shape."""
+        """The tensor after quantize and dequantize, without gradients; called by :class:`WeightQuantizer`.
+
+        It may lie in ``memory``, of the tensor's shape, whose values are overwritten; None: memory is allocated.
+        """
         if self.codes is not None:
             return self(value, scale)
         return fake_quantize_without_graph(
@@ -316,6 +339,8 @@ class StaticQuantizer:
         self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the gradient of the tensor, from the gradient of the quantized tensor; called in the backward.
+
+        It is zero where the tensor was clipped. Integers that a rounding chose pass the whole gradient.
 
         Args:
             gradient: the gradient of the quantized tensor; it may be overwritten.
@@ -334,12 +359,13 @@ class StaticQuantizer:
 class WeightQuantizer:
     """Quantizes and dequantizes a module's weight, in its own shape, in the backward as in the forward.
 
-    :func:`weight_quantizer` makes it; ``recomputed_product`` calls it. It is a ``Quantizer`` of that file.
+    :func:`weight_quantizer` makes it at each forward in training; ``recomputed_product`` calls it in that forward and
+    its backward. It is a ``Quantizer`` of ``recomputed_product.py``.
 
     Attributes:
-        layout: a module whose kind says how the weight is a matrix; None: it is one.
+        layout: the module whose class says how the weight is laid out as a matrix; None: the weight is a matrix.
         quantizer: the quantizer of that matrix.
-        scratch: lends memory.
+        scratch: the lender of memory for the quantized weight and for gradients.
     """
 
     layout: nn.Module | None
@@ -347,18 +373,27 @@ class WeightQuantizer:
     scratch: Scratch
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The quantized weight in its dtype, with gradients to it and to the scale."""
+        """The quantized weight in the dtype of the weight ``value``, with gradients to the weight and the ``scale``.
+
+        The backward calls it where a scale is learned, or for second gradients.
+        """
         return self._from_matrix(self.quantizer(self._to_matrix(value), scale), value.shape)
 
     @contextmanager
     def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The quantized weight for a ``with`` block, without gradients, in memory that is overwritten afterwards."""
+        """The quantized weight for a ``with`` block, without gradients, in memory that is overwritten afterwards.
+
+        Each forward enters it for the product, and the backward once more.
+        """
         with self.scratch.lend(value) as memory:
             matrix = self.quantizer.without_graph(self._to_matrix(value), scale, self._memory(memory))
             yield self._from_matrix(matrix, value.shape)
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight, from the gradient of the quantized weight, which may be overwritten."""
+        """Return the gradient of the weight, from the gradient of the quantized weight, which may be overwritten.
+
+        The backward calls it where no scale is learned.
+        """
         with self.scratch.lend(value) as memory:
             matrix = self._to_matrix(value)
             gradient_matrix = self.quantizer.value_gradient(
@@ -367,7 +402,7 @@ class WeightQuantizer:
             return self._from_matrix(gradient_matrix, value.shape)
 
     def _memory(self, memory: torch.Tensor | None) -> torch.Tensor | None:
-        """Memory in the weight's shape, as the matrix."""
+        """Lent ``memory`` of the weight's shape as the matrix ``(R, C)``; None: no memory was lent."""
         return None if memory is None else self._to_matrix(memory)
 
     def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
@@ -385,9 +420,10 @@ class WeightQuantizer:
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:
-    """Move a module's qparams to its device, if they are not on the device of ``value``.
+    """Move a module's quantization parameters to the module's device, if they are not on the device of ``value``.
 
-    Then Lightning has moved the model, and plain attributes stayed where they were.
+    That is so when Lightning has moved the model since, as plain attributes stay where they are. Called before each
+    tensor is quantized; fully dynamic ranges have no parameters to move.
     """
     if args.dynamic is True:
         return
@@ -407,7 +443,7 @@ def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
 
 
 def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool:
-    """Whether a module has the qparams that quantize a tensor by ``args``; a fully dynamic range needs no qparams.
+    """Whether a module has the quantization parameters for a tensor; a fully dynamic range needs none.
 
     Asked at each quantized forward, since the range may not be calibrated yet, and by ``fine_tuning`` to learn whether
     data are needed first.
@@ -421,5 +457,9 @@ def has_range(module: nn.Module, base_name: str, args: QuantizationArgs) -> bool
 
 
 def _name_of_range(base_name: str, args: QuantizationArgs) -> str:
-    """The name of the qparam that a calibration writes: the global scale where scales are dynamic, else the scale."""
+    """The name of the attribute that a calibration writes: the global scale where scales are dynamic, else the scale.
+
+    Asked only about ranges that are not fully dynamic. With ``args.dynamic == "local"`` scales are computed at each
+    forward, below a calibrated global scale.
+    """
     return f"{base_name}_global_scale" if args.dynamic else f"{base_name}_scale"

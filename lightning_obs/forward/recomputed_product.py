@@ -25,9 +25,10 @@ from lightning_obs.model.kinds import is_conv1d_of_transformers
 
 # ---------------------------------------------------------------------- products and their gradients
 
-#: of input, weight and bias; None for one that is not asked for
+#: the gradients of input, weight and bias; None in place of a gradient that is not asked for
 Gradients: TypeAlias = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
+#: torch's own methods of convolutions; a class with another method computes something else
 _CONV_FORWARDS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 
 
@@ -43,7 +44,7 @@ class Product(Protocol):
     reads_input: bool
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The output."""
+        """Return the output; called in the forward, with the quantized weight. ``bias`` may be None."""
 
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
@@ -59,7 +60,10 @@ class Product(Protocol):
 
 @dataclass(frozen=True)
 class LinearProduct:
-    """``F.linear``: an input ``(..., C)``, a weight ``(R, C)``."""
+    """``F.linear``: an input ``(..., C)``, a weight ``(R, C)``.
+
+    Made for each call of a Linear in training; :func:`recomputed_product` runs it.
+    """
 
     reads_input = False
 
@@ -70,7 +74,7 @@ class LinearProduct:
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        """As of :class:`Product`; ``input`` is read for the weight's alone."""
+        """Return the gradients, as :class:`Product` says; ``input`` is read for the gradient of the weight alone."""
         needs_input, needs_weight, needs_bias = needs
         rows = grad.reshape(-1, grad.shape[-1])
         input_grad = grad @ weight.to(grad.dtype) if needs_input else None
@@ -84,7 +88,10 @@ class LinearProduct:
 
 @dataclass(frozen=True)
 class TransposedProduct:
-    """The product of transformers' ``Conv1D``: an input ``(..., C)``, a weight ``(C, R)``."""
+    """The product of transformers' ``Conv1D``: an input ``(..., C)``, a weight ``(C, R)``.
+
+    :func:`product_of` makes it for each call of such a module in training; :func:`recomputed_product` runs it.
+    """
 
     reads_input = False
 
@@ -97,7 +104,7 @@ class TransposedProduct:
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        """As of :class:`Product`; ``input`` is read for the weight's alone."""
+        """Return the gradients, as :class:`Product` says; ``input`` is read for the gradient of the weight alone."""
         needs_input, needs_weight, needs_bias = needs
         rows = grad.reshape(-1, grad.shape[-1])
         input_grad = None
@@ -115,6 +122,8 @@ class TransposedProduct:
 @dataclass(frozen=True)
 class Convolution:
     """``F.conv1d`` to ``F.conv3d``: an input ``(N, C, ...)`` or ``(C, ...)``, a weight ``(R, C / groups, ...)``.
+
+    :meth:`of` makes it for each call of a convolution in training; :func:`recomputed_product` runs it.
 
     Attributes:
         function: ``F.conv1d``, ``F.conv2d`` or ``F.conv3d``.
@@ -151,7 +160,11 @@ class Convolution:
     def gradients(
         self, grad: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
-        """As of :class:`Product`; ``input`` is read for the gradient of the input as well."""
+        """Return the gradients, as :class:`Product` says; ``input`` is read for each of them.
+
+        torch's one function for all three takes it in any case. Without a batch dimension, one of size 1 is added for
+        the computation.
+        """
         is_single = input.ndim < weight.ndim
         if is_single:
             grad = grad.unsqueeze(0)
@@ -175,10 +188,10 @@ class Convolution:
 
 
 def product_of(module: nn.Module) -> Product | None:
-    """The product that the class of a module computes, if it computes nothing else; None for any other module.
+    """The product that the class of a module computes, if the class computes nothing else; None for any other module.
 
-    The quantized forward calls this in training. None also for a transposed convolution, and for a convolution whose
-    padding is a word (``"same"``) or is not filled with zeros.
+    The quantized forward of every module but a plain Linear calls this at each call in training. None also for a
+    transposed convolution, and for a convolution whose padding is a word (``"same"``) or is not filled with zeros.
     """
     if type(module).forward is nn.Linear.forward:
         return LinearProduct()
@@ -198,7 +211,8 @@ class Scratch:
     A CPU's allocator returns blocks of some megabytes to the system and requests them again at once, with every page
     cleared. Between tensors that stay, it leaves gaps that no later tensor fits.
 
-    All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`). Several
+    All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`), and borrow
+    from it in each forward and backward. Several
     threads may borrow at once, and a block inside another block gets other memory. Copies and pickles start empty.
     """
 
@@ -211,6 +225,8 @@ class Scratch:
     @contextmanager
     def lend(self, like: torch.Tensor) -> Iterator[torch.Tensor | None]:
         """For a ``with`` block, memory of the shape of ``like``, which may not be read after the block.
+
+        Quantizers of weights enter it for a quantized weight, and in the backward for a gradient.
 
         Yields:
             A contiguous tensor with any values; None where memory is not a CPU's, or not in float32.
@@ -237,17 +253,26 @@ class Scratch:
 class Quantizer(Protocol):
     """Quantizes and dequantizes a weight: once in the forward, and again, to equal values, in the backward.
 
-    ``quantized_tensors.WeightQuantizer`` is one; :func:`recomputed_product` calls it.
+    ``quantized_tensors.WeightQuantizer`` is the only class of this kind; :func:`recomputed_product` calls its methods.
     """
 
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The quantized weight, in the dtype of ``value``, with gradients to ``value`` and ``scale``."""
+        """The quantized weight, in the dtype of ``value``, with gradients to ``value`` and ``scale``.
+
+        Called in a backward that computes a gradient of the scale, or second gradients.
+        """
 
     def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The quantized weight for a ``with`` block, without gradients; its memory is overwritten afterwards."""
+        """The quantized weight for a ``with`` block, without gradients; its memory is overwritten afterwards.
+
+        Entered in each forward, and in every other backward.
+        """
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``value``, from the quantized weight's ``gradient``, which may be overwritten."""
+        """Return the gradient of ``value``, from the quantized weight's ``gradient``, which may be overwritten.
+
+        Called in a backward without a gradient of the scale and without second gradients.
+        """
 
 
 def recomputed_product(
@@ -261,19 +286,22 @@ def recomputed_product(
     merge: Callable[[torch.Tensor], torch.Tensor] | None,
     parameters: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """``product(input, quantize(weight, scale), bias)``, with the same bits and gradients, also second ones.
+    """Compute ``product(input, quantize(weight, scale), bias)``; the quantized weight is not kept for the backward.
+
+    Output, gradients and second gradients are the same bit for bit.
 
     The quantized forward of a Linear, a Conv1D of transformers or a convolution (:mod:`.quantized_forward`) calls it
     while autograd records.
 
     Args:
         product: what the module computes.
-        input: quantized if it is to be.
+        input: the module's input, quantized already where the scheme quantizes inputs.
         weight: the weight in the module's own shape, adapters merged. It is not kept for the backward.
-        bias: or None.
+        bias: the module's bias, or None.
         scale: the scale of the weight.
         quantize: gives the quantized weight in the shape and dtype of ``weight``.
-        merge: gives ``weight`` from the first of ``parameters``: adds the adapters. None: it is the weight.
+        merge: adds the adapters to the first of ``parameters``, which gives ``weight``. None: there are no adapters,
+            and that parameter is the weight.
         parameters: the module's weight, and the adapters' parameters. One that is changed in place before the backward
             is an error there, as in plain training.
     """
@@ -284,7 +312,8 @@ def recomputed_product(
 class _RecomputedProduct(torch.autograd.Function):
     """The autograd function behind :func:`recomputed_product`, which documents the arguments of ``forward``.
 
-    ``setup_context`` keeps the input, the scale and the parameters; ``backward`` quantizes the weight again.
+    torch calls ``forward`` and ``setup_context`` in the forward, and ``backward`` in the backward. ``setup_context``
+    keeps the input (if the backward reads it), the scale and the parameters; ``backward`` quantizes the weight again.
     """
 
     @staticmethod
@@ -349,7 +378,8 @@ def _gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a weight and its scale, from the gradient of the quantized weight.
 
-    None in place of the gradient of a tensor that does not require one.
+    Called in a backward that has a graph from the weight and scale to the quantized weight. None in place of the
+    gradient of a tensor that does not require one.
     """
     sources = [source for source in (weight, scale) if source.requires_grad]
     gradients = torch.autograd.grad(

@@ -105,7 +105,14 @@ def refuse_tensors(
 
 
 def reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | None:
-    """Why a graph of integers cannot hold a module's integer weight; None if it can. Called by each writer."""
+    """Why a graph of integers cannot hold a module's integer weight; None if it can.
+
+    The checks of ONNX files and programs call it for each quantized weight, before calibration and before the export.
+
+    Args:
+        module: has the weight.
+        args: how the scheme quantizes the weight.
+    """
     if args.num_bits > 8:
         return f"{args.num_bits}-bit weights"
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
@@ -123,13 +130,22 @@ def reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | No
 
 
 class TensorWriter(Protocol):
-    """Writes the quantized tensors of one module into the graph, while the model is traced."""
+    """Writes the quantized tensors of one module into the graph, while the model is traced.
+
+    :func:`written_by` makes one for each calibrated module; the module's quantized forward calls it. ``onnx/`` and
+    ``program/`` each have a class of this kind.
+    """
 
     #: codes, scales and zero points by the names under which the module has them as buffers meanwhile
     buffers: dict[str, torch.Tensor]
 
     def __call__(self, value: torch.Tensor, base_name: str, /) -> torch.Tensor:
-        """Quantize and dequantize one tensor of the module, in operations of the format."""
+        """Quantize and dequantize one tensor of the module, in operations of the format.
+
+        Args:
+            value: the weight, the input or the output.
+            base_name: says which of them: ``"weight"``, ``"input"`` or ``"output"``.
+        """
         ...
 
 
@@ -138,7 +154,7 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
     """For a ``with`` block in which a calibrated model is traced, and writers write its quantized tensors.
 
     ``export_onnx`` and ``program/program_file.py`` trace the model in it. Each calibrated module has one
-    :class:`TensorWriter`.
+    :class:`TensorWriter`, and as temporary buffers that writer's tensors and the rounded bias.
 
     Args:
         model: calibrated, in evaluation mode.
@@ -161,7 +177,13 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
 class Example(NamedTuple):
     """The arguments to trace a model with, as :func:`torch.export.export` takes them.
 
-    ``export_onnx``, ``measure_onnx`` and ``export_program`` read their user's arguments into one.
+    ``export_onnx``, ``measure_onnx`` and ``export_program`` read their user's arguments into an object of this class
+    (:meth:`of`).
+
+    Attributes:
+        positional: the positional arguments.
+        by_name: the keyword arguments.
+        dynamic_shapes: the sizes that may vary, as :func:`torch.export.export` takes them; None: no size varies.
     """
 
     positional: tuple[Any, ...]
@@ -170,7 +192,7 @@ class Example(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, example: Any, dynamic_shapes: Any) -> Example:
-        """Read the arguments ``example`` and ``dynamic_shapes`` of a writer.
+        """Read the arguments ``example`` and ``dynamic_shapes`` of a function that writes a file.
 
         torch's ONNX exporter takes a last positional argument that is a dict for keyword arguments. So positional
         arguments that end with a dict are passed by the names that the model's forward has for them.
@@ -210,7 +232,7 @@ def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: st
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """The error that others were raised from: the exporter's own says only in which of its steps it occurred."""
+    """The error from which all others were raised; the exporter's own error says only in which step it occurred."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error
