@@ -127,7 +127,8 @@ class AutoObservers:
     def stop(self) -> None:
         """Stop keeping inputs, and release the kept ones; nothing happens if none are kept.
 
-        Called before inputs are kept anew, when the choice has them, and by the callback when a run ends.
+        Called before inputs are kept anew, when the choice has them, and by the callback when a validation or a run
+        ends.
         """
         if self._remove_hook is not None:
             self._remove_hook()

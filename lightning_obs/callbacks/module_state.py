@@ -37,9 +37,11 @@ from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 _UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR, "parametrizations"})
 #: behind the name of a weight that is computed from ``<weight>_orig``: itself, pruning's mask, spectral norm's vectors
 _COMPUTED = ("", "_mask", "_u", "_v")
+#: dicts that are copied; a user's subclass is shared by both passes
 _DICTS = (dict, OrderedDict, defaultdict, Counter)
 #: bytes of an object that has a ``__dict__`` and nothing beside it: no slots, no state of a class written in C
 _PLAIN_SIZE = type("_Plain", (), {}).__basicsize__
+#: random generators of NumPy and Python, which are copied; torch's has a method of its own
 _RANDOM_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random)
 
 
@@ -69,7 +71,7 @@ class ModuleState:
                 waiting.extend(copies.pop_modules())
 
     def _record(self, module: nn.Module, copies: _Copies) -> None:
-        """Record the attributes, buffers and table of submodules of one module."""
+        """Record the attributes, buffers and table of submodules of one module; the names that stay are left out."""
         special_names = {name for name in vars(module) if name.startswith("__")}
         untouched = _UNTOUCHED.union(special_names, _weight_names(module._parameters))
         for values in (vars(module), module._buffers, module._modules):
@@ -77,9 +79,10 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """A block in which the modules have the recorded state; afterwards they have their present one again.
+        """A block in which the modules have the recorded state; afterwards they have their present state again.
 
-        Everything that changes in the block is lost. Use it once: the block changes the recorded state.
+        `QuantizedValidation` runs its second pass in it. Everything that changes in the block is lost. Use it once: the
+        block changes the recorded state.
         """
         present_values = [dict(namespace.values) for namespace in self._namespaces]
         try:
@@ -95,11 +98,14 @@ class ModuleState:
 class _Namespace:
     """A dict in which a module holds its attributes, its buffers or its submodules, or a record its attributes.
 
+    Made by :meth:`_Copies.record` when the state is recorded; :meth:`ModuleState.restored` puts the values back.
+
     Attributes:
         values: the dict itself.
-        recorded: the recorded values.
-        untouched: names whose present values stay.
-        parameters: the parameters of the module, in whose place weights may be computed since.
+        recorded: copies of the values, by name.
+        untouched: the names whose present values stay.
+        parameters: the parameters of the module. A weight may be computed in place of one of them since, and then its
+            present value stays as well.
     """
 
     values: dict[str, Any]
@@ -108,7 +114,10 @@ class _Namespace:
     parameters: dict[str, Any]
 
     def restore(self) -> None:
-        """Put the recorded values in place, and remove names that came since; starts a second pass."""
+        """Put the recorded values in place, and remove names that came since; called when a second pass begins.
+
+        Untouched names, and those of computed weights, keep their present values.
+        """
         untouched = self.untouched | _weight_names(self.parameters)
         restored = {}
         for name, value in self.recorded.items():
@@ -122,13 +131,18 @@ class _Namespace:
         self.replace(restored)
 
     def replace(self, values: dict[str, Any]) -> None:
-        """Make the dict hold exactly these values: recorded ones, or after a second pass the present ones."""
+        """Make the dict hold exactly these ``values``.
+
+        They are the recorded values when a second pass begins, and those from before it when it has ended.
+        """
         self.values.clear()
         self.values.update(values)
 
 
 class _Copies:
     """Copies of values, in which an object that two values share is again one object.
+
+    :class:`ModuleState` makes one for all modules that it records.
 
     Attributes:
         namespaces: dicts whose values were copied, which stay the same dicts.
@@ -141,7 +155,7 @@ class _Copies:
         self._modules: list[nn.Module] = []
 
     def pop_modules(self) -> list[nn.Module]:
-        """The modules that were met in values since the last call; they were not copied."""
+        """The modules that were met in values since the last call, not copied; :class:`ModuleState` records them."""
         modules = self._modules
         self._modules = []
         return modules
@@ -154,7 +168,8 @@ class _Copies:
     ) -> None:
         """Copy the values of a dict, except the ``untouched`` names; the dict becomes one of ``namespaces``.
 
-        Called for the dicts of a module, and for the attributes of a record.
+        Called for the dicts of a module, and for the attributes of a record. ``parameters`` are the module's, as in
+        :class:`_Namespace`; None for a record.
         """
         recorded: dict[str, Any] = {}
         self.namespaces.append(_Namespace(values, recorded, untouched, {} if parameters is None else parameters))
@@ -165,7 +180,7 @@ class _Copies:
     def of(self, value: Any) -> Any:
         """Return a copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque.
 
-        The items of a container are copied in the same way.
+        Called for each recorded value. The items of a container are copied in the same way.
 
         Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes and of
         subclasses of these. The attributes of a record (:func:`_is_record`) become one of ``namespaces``.
@@ -215,7 +230,10 @@ class _Copies:
 
 
 def _weight_names(parameters: dict[str, Any]) -> frozenset[str]:
-    """The names under which a module may hold its weights: its parameters', and those of weights computed from them."""
+    """The names under which a module may hold its weights: its parameters', and those of weights computed from them.
+
+    Asked when the state is recorded, and again when it is restored, as pruning may have begun in between.
+    """
     names = set(parameters)  # FSDP1 sets whole weights as attributes under these names
     for name in parameters:
         if name.endswith("_orig"):

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loops.fetchers import _DataFetcher
 
+#: the hooks in which a user may change a batch on its way to the accelerator
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 #: samples that are kept of the first call: torch.export fixes a size of 1, so a size that may vary is traced with two
 _SAMPLES = 2
@@ -41,7 +42,7 @@ _SAMPLES = 2
 class ValidationSchedule:
     """Decides at each validation's start whether it calibrates; watches a sanity check that does not.
 
-    `CalibrationCallback` holds one.
+    `CalibrationCallback` holds one, and calls it in ``on_validation_start`` and ``on_validation_end``.
 
     Args:
         every_n_epochs: in fit, calibrate in the validations of the epochs n, 2n, ... only.
@@ -75,7 +76,9 @@ class ValidationSchedule:
         return self._starts_at_once and not has_calibrated
 
     def watch(self, trainer: Trainer, session: CalibrationSession) -> None:
-        """In a sanity check that does not calibrate, see which layers its batches call.
+        """In a sanity check that does not calibrate, begin to record which layers its batches call.
+
+        Nothing is recorded in other validations, for a scheme that needs no data, or if the model is calibrated.
 
         Called in ``on_validation_start`` of a validation that does not calibrate.
         """
@@ -83,12 +86,15 @@ class ValidationSchedule:
             self._sanity_watch = SanityWatch(session)
 
     def warn_of_uncalled(self, trainer: Trainer) -> None:
-        """At the end of a sanity check, warn of the layers that were not called; rank 0 does."""
+        """Warn, on rank 0, of the layers that a watched sanity check did not call.
+
+        Called in ``on_validation_end`` of every validation; nothing happens if no sanity check was watched.
+        """
         if self._sanity_watch is not None and trainer.is_global_zero:
             self._sanity_watch.tell()
 
     def stop(self) -> None:
-        """Stop watching. Can be called at any time, any number of times."""
+        """Stop watching a sanity check, if one is watched; called when a validation or a run ends."""
         if self._sanity_watch is not None:
             self._sanity_watch.close()
         self._sanity_watch = None
@@ -97,7 +103,8 @@ class ValidationSchedule:
 class ObservedBatches:
     """Tells a session, batch by batch, whether to observe and which tokens count.
 
-    Both callbacks hold one, and call it before each batch.
+    Both callbacks hold one, and call it before each validation batch; `QuantizationAwareTraining` also asks it for the
+    masks of training batches.
 
     Args:
         token_mask: key of the batch, or function of it, that gives a tensor ``(batch, tokens)``, nonzero for tokens
@@ -126,7 +133,10 @@ class ObservedBatches:
     def start(self, trainer: Trainer, session: CalibrationSession) -> None:
         """Attach the session's observers for a validation that starts.
 
-        Called in ``on_validation_start`` by `CalibrationCallback`, if the validation calibrates.
+        Called in ``on_validation_start`` by `CalibrationCallback`, if the validation calibrates, and before the first
+        batch of a ``trainer.validate`` that gives `QuantizationAwareTraining` its first ranges. Where
+        Lightning only moves batches to an accelerator, they are also kept on the host from now on, for their masks.
+        Samples that several ranks have get a warning.
 
         Raises:
             CalibrationError: ``dataloaders`` has a number or a key that the Trainer's loaders do not have.
@@ -145,7 +155,8 @@ class ObservedBatches:
     ) -> None:
         """Before a validation batch runs: observe it or not, and mask its padding and repeated samples.
 
-        Nothing happens unless the session is attached.
+        Both callbacks call it in ``on_validation_batch_start``. Nothing happens unless the session is attached. An
+        observed batch is counted, and the first batch whose padding would be observed gets a warning.
 
         Raises:
             CalibrationError: the batch has no token mask.
@@ -166,12 +177,13 @@ class ObservedBatches:
     def mask_of(self, batch: Any) -> torch.Tensor | None:
         """Return which tokens of a batch count, ``(batch, tokens)``; None: all.
 
-        Asked before each observed batch, and by the distillation, whose divergence leaves padding out.
+        Asked before each observed batch of a validation or of training, and in each step of a distillation, whose
+        divergence leaves padding out.
         """
         return None if self.token_mask is None else find_mask(batch, self.token_mask)
 
     def stop(self) -> None:
-        """Release the batches that are kept. Can be called at any time, any number of times."""
+        """Release the batches that are kept on the host; called when a validation or a run ends."""
         self._on_host = {}
 
     def _is_wanted(self, trainer: Trainer, session: CalibrationSession, dataloader_idx: int) -> bool:
@@ -197,12 +209,15 @@ class ObservedBatches:
             )
 
     def _keep_on_host(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Keep a batch that was fetched, until :meth:`begin_batch` takes its mask."""
+        """Keep a batch that Lightning has just fetched, on the host, until :meth:`begin_batch` takes its mask."""
         self._on_host[batch_idx, dataloader_idx] = batch
 
 
 def validation_loaders(trainer: Trainer) -> dict[Any, Any]:
-    """Return the Trainer's validation loaders by number, or by key where the user gave a dict."""
+    """Return the Trainer's validation loaders by number, or by key where the user gave a dict.
+
+    Asked when a validation that calibrates starts, and before its batches.
+    """
     loaders = trainer.val_dataloaders
     if isinstance(loaders, Mapping):
         return dict(loaders)
@@ -287,7 +302,11 @@ class FirstCall:
         self._stop_watching: Callable[[], None] | None = None  # None: no call is waited for
 
     def watch(self, session: CalibrationSession | None) -> None:
-        """Keep the next call of the session's model, unless there is one; called before each validation batch."""
+        """Keep the next call of the session's model, unless a call of this model is kept or waited for already.
+
+        Called before each validation batch, and each test batch of `CalibrationCallback`; nothing happens if the batch
+        is not observed.
+        """
         if session is None or session.observation.calls.is_paused:
             return
         if self._model is session.model and (self._call is not None or self._stop_watching is not None):
@@ -299,16 +318,21 @@ class FirstCall:
         self._stop_watching = keep_hook_out(session.model, handle)
 
     def stop(self) -> None:
-        """Wait for no call any more. Can be called at any time, any number of times."""
+        """Wait for no call any more; a kept call stays.
+
+        Called when a call was kept, before a call of another model is waited for, and when a validation or a run ends.
+        """
         if self._stop_watching is not None:
             self._stop_watching()
         self._stop_watching = None
 
     def require(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the call that was kept.
+        """Return the arguments of the call that was kept.
+
+        Called at a validation's end, if ``export_to`` has a file that is traced, and by :meth:`example`.
 
         Args:
-            model: of the session.
+            model: the model of the session, whose call it must be.
 
         Raises:
             CalibrationError: no call was seen.
@@ -328,8 +352,8 @@ class FirstCall:
         are labels are left out.
 
         Args:
-            model: of the session; the example is put on its device.
-            is_dynamic: whether sizes may vary in the file. Then there are two samples, else one.
+            model: the model of the session; the example is put on its device.
+            is_dynamic: whether sizes may vary in the file. Then the example has two samples, else one sample.
 
         Raises:
             CalibrationError: no call was seen.
@@ -351,7 +375,7 @@ class FirstCall:
 
     @torch.no_grad()
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The hook of the model: keep copies of the first samples of a call."""
+        """The hook of the model: keep copies of the first samples of a call, and wait for no other call."""
         self.stop()
         with torch.inference_mode(False):
             samples = _first_samples((args, kwargs), _SAMPLES)

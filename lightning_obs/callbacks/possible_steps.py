@@ -16,11 +16,14 @@ from lightning_obs.schemes.config import has_rounding
 def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bool:
     """Whether the session's model can be calibrated with other options, and with the rounding of their recipe.
 
-    ``Results`` asks it of each next step that a report proposes.
+    ``Results.can_run`` asks it of each next step of a report that would calibrate with other options.
 
     Args:
-        session: of the calibration; nothing on its model changes.
+        session: the session of the calibration; nothing on its model changes.
         changes: fields of :class:`~lightning_obs.CalibrationOptions` with their new values.
+
+    Returns:
+        False also if the session would leave out the rounding that the options ask for.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # warnings concern the run that is proposed, which may never start
@@ -35,11 +38,11 @@ def takes_options(session: CalibrationSession, changes: Mapping[str, Any]) -> bo
 def can_choose_observers(session: CalibrationSession) -> bool:
     """Whether ``observers="auto"`` could run on the session's model, as a next step that a report proposes.
 
-    ``Results`` asks it only where the model's output has logits. The user's own choice of observers is set aside, since
-    the step would replace it.
+    ``Results.can_run`` and the command line ask it, only where the model's output has logits. The user's own choice of
+    observers is set aside, since the step would replace it.
 
     Args:
-        session: of the calibration; nothing on its model changes.
+        session: the session of the calibration; nothing on its model changes.
 
     Returns:
         False on several ranks, and where no candidate fits.

@@ -247,7 +247,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone."""
+        """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone.
+
+        From now on the optimizers' first steps are watched for updates that half precision loses.
+        """
         super().on_train_start(trainer, pl_module)
         self.quantized_fit.begin_fit(trainer)
         self.lost_updates.watch(trainer)
@@ -260,7 +263,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Put the ranges of the last validation in force; observe this batch if activations' ranges are due."""
+        """Put the ranges of the last validation in force; observe this batch if activations' ranges are due.
+
+        An observed batch gets its token mask. Before ``start_epoch`` and ``start_step`` nothing happens.
+        """
         if not self.quantized_fit.has_started(trainer):
             return
         self.quantized_fit.begin_training_batch(trainer, pl_module)
@@ -270,9 +276,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Average the gradients of learned scales over ranks; DDP knows only the module's own parameters.
+        """Average the gradients of learned scales over ranks; DDP averages those of the module's own parameters only.
 
-        Not later: a gradient that a loss scale made infinite on one rank must be seen on all before they step.
+        A later hook would be too late: a gradient that a loss scale made infinite on one rank must be seen on all ranks
+        before they step.
         """
         learned = self.quantized_fit.training.learned
         if learned is not None and trainer.world_size > 1:
@@ -280,12 +287,12 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Write the ranges after the last of the observed batches."""
+        """Count the batch if it is observed; after the last of the observed batches write the ranges."""
         self.quantized_fit.end_training_batch()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Observe the trained weights; warn if a training of scales alone has changed no scale.
+        """Give the trained weights their ranges; warn if a training of scales alone has changed no scale.
 
         A float8 scale takes a change of 3 to 6 % to become its neighbour.
         """
@@ -313,7 +320,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the ranges of a first calibration; in a fit keep the statistics until training goes on."""
+        """Write the ranges of a first calibration; in a fit keep the statistics until training goes on.
+
+        Then, unless this is a sanity check, the loggers get the calibration that is in force.
+        """
         _begin_validation(self, trainer, pl_module)
         if self.session is not None and self.session.is_attached:
             if trainer.state.fn == TrainerFn.VALIDATING:
@@ -339,7 +349,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Run quantized, with the qparams of ``test(ckpt_path=...)`` or of the fit before; ``predict`` too."""
+        """Let a test or a prediction run quantized, with the ranges of its ``ckpt_path`` or of the run before.
+
+        If nothing was calibrated, the model runs in full precision, with a warning.
+        """
         restore_outside_of_fit(self, trainer)
         if self.session is not None or self.trainer_session.saved_state is not None:
             self.prepare(trainer, pl_module)
@@ -439,7 +452,11 @@ def _refuse_quantized_inputs(options: CalibrationOptions) -> None:
 
 
 class _ChangesOfFit(ExitStack):
-    """Changes of the LightningModule while fit runs: its wrapped ``training_step``, its frozen weights."""
+    """Changes of the LightningModule while fit runs: its wrapped ``training_step``, its frozen weights.
+
+    `QuantizationAwareTraining` holds one, makes the changes in ``on_fit_start`` and ``on_train_start``, and adds here
+    how to undo each.
+    """
 
     def stop(self) -> None:
         """Undo the changes; called when the run ends, however it ends."""

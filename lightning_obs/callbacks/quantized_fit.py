@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 class QuantizedFit:
     """Runs the model through fake quantization in fit, validation, test and prediction, and decides when to observe it.
 
-    The callback's hooks call it; the ranges themselves are those of a
-    :class:`~lightning_obs.fine_tuning.quantized_training.QuantizedTraining`.
+    `QuantizationAwareTraining` holds one, whose methods its hooks call; a
+    :class:`~lightning_obs.fine_tuning.quantized_training.QuantizedTraining` holds the ranges themselves.
 
     Args:
         train: parameters to train: ``"weights"``, ``"scales"`` or ``"all"``.
@@ -85,7 +85,7 @@ class QuantizedFit:
 
     @property
     def training(self) -> QuantizedTraining:
-        """The ranges of the session's model; there are some once the session was prepared."""
+        """The ranges of the session's model; may be read only after :meth:`use`, once the session was prepared."""
         assert self._training is not None
         return self._training
 
@@ -110,9 +110,10 @@ class QuantizedFit:
             self._training = QuantizedTraining(session, self._train, self._refresh_weights)
 
     def stop(self) -> None:
-        """Give the model its own forward back; called at the end of a run, however it ends.
+        """Give the model its own forward back, if it runs quantized.
 
-        Can be called at any time, any number of times.
+        Called at the end of a run, however it ends, at the end of a validation outside of fit, and when a session of
+        another model is used.
         """
         if self._training is not None:
             self._training.stop()
@@ -140,7 +141,10 @@ class QuantizedFit:
     # ------------------------------------------------------------------ training batches
 
     def begin_fit(self, trainer: Trainer) -> None:
-        """Remember how many validation batches there were before; called when a fit begins or resumes training."""
+        """Remember how many validation batches Lightning has counted; called in ``on_train_start`` of a fit.
+
+        The state in which an earlier fit ended counts no more.
+        """
         self._validation_batches = _validation_batches(trainer)
         self._state_of_fit = None
 
@@ -175,7 +179,10 @@ class QuantizedFit:
             )
 
     def end_training_batch(self) -> None:
-        """Count a training batch; after the last that is observed, its ranges are written, and a line says so."""
+        """Count a training batch if it is observed; after the last observed batch write the ranges and print a line.
+
+        Called in ``on_train_batch_end``.
+        """
         training = self._training
         if training is not None and training.end_training_batch(self._calibration_batches):
             session = training.session
@@ -184,9 +191,9 @@ class QuantizedFit:
     def end_fit(self) -> None:
         """Give the weights that were trained since the last validation their ranges, so that they can be exported.
 
-        The strategy has not been torn down yet: the model is on its device, and ranks can communicate. A callback that
-        averages weights puts them into the model in the same hook; if it is listed after this one, the export refuses
-        the changed weights until a validation has observed them.
+        Called in ``on_train_end``. The strategy has not been torn down yet: the model is on its device, and ranks can
+        communicate. A callback that averages weights puts them into the model in the same hook; if it is listed after
+        this one, the export refuses the changed weights until a validation has observed them.
 
         Checkpoints that are saved afterwards have the state in which training ended: a run that resumes from them goes
         on as if it had not stopped.
@@ -242,7 +249,10 @@ class QuantizedFit:
             session.attach(count_calls=False)
 
     def end_validation(self, trainer: Trainer) -> None:
-        """Leave a validation of a fit: the next training batch puts newer ranges in force. Called at its end."""
+        """Leave a validation of a fit; the next training batch puts newer ranges in force.
+
+        Called in ``on_validation_end`` of each validation of a fit.
+        """
         self._validation_batches = _validation_batches(trainer)
         if self._training is not None:
             self._training.end_validation()
@@ -257,7 +267,10 @@ class QuantizedFit:
             self.training.write()
 
     def begin_test(self, pl_module: LightningModule) -> None:
-        """Let a test or a prediction that starts run quantized, with ranges of the present weights."""
+        """Let a test or a prediction that starts run quantized, with ranges of the present weights.
+
+        Called in ``on_test_start`` and ``on_predict_start``, if the model was calibrated.
+        """
         training = self.training
         training.start(around=pl_module)
         training.refresh_weights()
@@ -276,7 +289,10 @@ class QuantizedFit:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranges, learned scales, and how far an observation has come, for the callback's state."""
+        """Return the ranges, learned scales, and how far an observation has come, for the callback's state.
+
+        Called when Lightning saves a checkpoint. After :meth:`end_fit` it is the state in which training ended.
+        """
         if self._state_of_fit is not None:
             return self._state_of_fit
         training = self.training
@@ -298,7 +314,10 @@ class QuantizedFit:
         session.load_state_dict(state)
 
     def give_up_on_ranks(self, trainer: Trainer) -> None:
-        """After an exception on several ranks, drop a half-done observation: each may have stopped elsewhere."""
+        """Drop a half-done observation of a run on several ranks, as each rank may have stopped elsewhere.
+
+        Called in ``on_exception``; on one rank the observation is kept.
+        """
         if trainer.world_size == 1 or self._training is None:
             return
         if self._training.phase in (Phase.OBSERVING, Phase.GATHERED):

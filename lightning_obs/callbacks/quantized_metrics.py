@@ -47,11 +47,15 @@ class QuantizedMetrics:
         self._second_pass: QuantizedValidation | None = None  # of the validation or test that runs now
 
     def require_possible(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse, in ``setup``, a step that fetches its batches itself: they could not be run again."""
+        """Refuse a step that fetches its batches itself, as they could not be run again; called in ``setup``."""
         require_batches(trainer, pl_module, "evaluate")
 
     def start(self, trainer: Trainer, pl_module: LightningModule, session: CalibrationSession) -> None:
-        """Prepare the second pass of a validation or test that starts."""
+        """Prepare the second pass of a validation or test that starts.
+
+        Called in ``on_validation_start`` of a validation that calibrates or comes after a calibration (no sanity
+        check), and in ``on_test_start`` with a calibrated model.
+        """
         self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self._share)
 
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
@@ -82,7 +86,10 @@ class QuantizedMetrics:
             log_number(pl_module, f"{log_prefix}/agreement", self.moved.agreement)
 
     def stop(self) -> None:
-        """Give up the second pass, if one was started. Can be called at any time, any number of times."""
+        """Give up the second pass, if one was started.
+
+        Called after a first validation that has calibrated nothing, and when a validation or a run ends.
+        """
         if self._second_pass is not None:
             self._second_pass.close()
         self._second_pass = None

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 class QuantizedValidation:
     """A second pass over the first batches of a validation or a test, through the quantized model.
 
-    Made when the validation starts; :meth:`keep_batch` is called before each of its batches, :meth:`run` at its end.
+    `QuantizedMetrics` makes one when the validation or test starts, calls :meth:`keep_batch` before each of its
+    batches, and :meth:`run` in ``on_validation_epoch_end`` or ``on_test_epoch_end``.
 
     Args:
         trainer: starts a validation or a test now.
@@ -73,7 +74,10 @@ class QuantizedValidation:
         self.higher_is_better: dict[str, bool] = {}
 
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """Keep a batch that the first pass is about to run; before the first one, record the module's state."""
+        """Keep a batch that the first pass is about to run, with the random states; called before each batch.
+
+        Before the first batch, the state of the module and the Trainer's metrics are recorded.
+        """
         if self._state_at_start is None:
             self._state_at_start = ModuleState(self._pl_module)
             self._metrics_at_start = metrics_of(self._trainer)
@@ -82,14 +86,16 @@ class QuantizedValidation:
         self._batches_of_loaders[dataloader_idx].add(batch, note)
 
     def close(self) -> None:
-        """Stop keeping predictions of the first pass. Can be called any number of times."""
+        """Stop keeping predictions of the first pass; called before the second pass, and when the validation ends."""
         self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> Metrics:
         """Run the kept batches through the quantized model, and release them. Every rank must call this.
 
+        Called at the end of the epoch, after the calibration. ``moved`` and ``higher_is_better`` are set here.
+
         Args:
-            session: has calibrated the model.
+            session: the session that has calibrated the model.
 
         Returns:
             ``{"val_loss": (value, further arguments to log it with)}``, reduced over ranks where the user's own
@@ -133,7 +139,11 @@ class QuantizedValidation:
 
 
 def _empty_batches(trainer: Trainer, share: float) -> list[KeptBatches]:
-    """For each loader of the validation that starts, the object that keeps the given share of its batches."""
+    """For each loader of the validation that starts, the object that keeps the given share of its batches.
+
+    Loaders that are combined into one batch (not run one after the other) count as one loader. All loaders together
+    have ``KEPT_BYTES`` of memory, in equal parts.
+    """
     loop = trainer._active_loop
     count_of_combined = loop._data_fetcher.length or math.inf
     counts = loop.max_batches if loop._is_sequential else [count_of_combined]
@@ -175,7 +185,7 @@ class _RandomStates:
         self._pickled = b""
 
     def now(self) -> dict[str, Any]:
-        """The present states; the object of the last call if they are the same."""
+        """The present states, asked before each batch; the object of the last call if they are the same."""
         states = collect_rng_states()
         pickled = pickle.dumps(apply_to_collection(states, torch.Tensor, torch.Tensor.numpy))
         if pickled != self._pickled:

@@ -33,7 +33,15 @@ _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
 
 @dataclass(frozen=True)
 class BatchNote:
-    """Where a kept batch stood in the first pass, and the states of all random generators before its step."""
+    """Where a kept batch stood in the first pass, and the random states before its step.
+
+    `QuantizedValidation` keeps one with each batch; the second pass reads it before it runs the batch.
+
+    Attributes:
+        batch_idx: the number of the batch in its loader.
+        dataloader_idx: the number of the loader.
+        random_states: the states of Python's, NumPy's and torch's random generators.
+    """
 
     batch_idx: int
     dataloader_idx: int
@@ -73,7 +81,10 @@ class ReplayedLoop:
         self.higher_is_better: dict[str, bool] = {}
 
     def run(self) -> None:
-        """Run all batches; afterwards the Trainer has its own loop and metrics again, also if a step raises."""
+        """Run all batches, and fill ``logged`` and ``higher_is_better``.
+
+        Called once. Afterwards the Trainer has its own loop and metrics again, also if a step raises.
+        """
         with self._in_place():
             self._loop.run()
 
@@ -140,7 +151,7 @@ class ReplayedLoop:
         return connector
 
     def _keep_logged(self, connector: Any) -> None:
-        """Keep the epoch's values, with the arguments to log them again.
+        """Keep the epoch's values in ``logged``, with the arguments to log them again, and their directions.
 
         A value that the user's ``self.log`` has reduced is equal on all ranks: its maximum over ranks is itself.
         """
@@ -167,13 +178,14 @@ def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    """In place of a method that must not run a second time."""
+    """Take the place of a method of the loop or the connector that must not run in the second pass."""
 
 
 class _TrainerWithoutCallbacks:
     """The Trainer in every respect, except that it has no callbacks whose hooks could be called.
 
-    Only the loop has it: ``LightningModule.trainer`` is the Trainer itself, with its callbacks.
+    Made for the second pass's loop, which alone has it: ``LightningModule.trainer`` is the Trainer itself, with its
+    callbacks.
     """
 
     callbacks: tuple[Any, ...] = ()
@@ -189,7 +201,12 @@ class _TrainerWithoutCallbacks:
 
 
 class _KeptBatchFetcher:
-    """The loop's source of batches, in place of Lightning's data fetcher."""
+    """The second pass's source of kept batches, which its loop reads in place of Lightning's data fetcher.
+
+    Args:
+        batches_of_loaders: the kept batches of each loader.
+        predictions: its attribute ``batch`` is set to each batch before the batch runs.
+    """
 
     def __init__(self, batches_of_loaders: list[KeptBatches], predictions: Predictions) -> None:
         self._batches_of_loaders = batches_of_loaders
@@ -202,7 +219,10 @@ class _KeptBatchFetcher:
         return not any(map(len, self._batches_of_loaders))
 
     def __next__(self) -> tuple[Any, int, int]:
-        """The next batch, its number and its loader, with the random state of its first run in force."""
+        """Return the next batch, its number and its loader's; Lightning's loop calls this before each step.
+
+        The random state that the batch had in the first pass is put in force, and ``predictions`` is told the batch.
+        """
         batch, note = next(self._batches)
         self._predictions.batch = note.batch_idx, note.dataloader_idx
         set_rng_states(note.random_states)

@@ -48,13 +48,13 @@ class Results:
 
     Args:
         trainer_session: holds the session.
-        label: of the scheme; the report's title.
+        label: the label of the callback's scheme; the report's title.
         log: whether the Trainer's loggers get the results; None: if there are loggers.
         quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
         is_masked: whether batches have a token mask.
-        require_exportable: of a callback that trains the model; raises a :class:`CalibrationError` if its calibration
-            cannot be exported yet.
+        require_exportable: raises a :class:`CalibrationError` if the calibration cannot be exported yet; called before
+            each export. Given by a callback that trains the model; None: the callback only calibrates.
 
     Raises:
         CalibrationError: ``log`` is neither a bool nor None.
@@ -76,9 +76,9 @@ class Results:
         self.trainer_session = trainer_session
         #: begins the names of logged numbers; with a scheme in it where a Trainer has several callbacks
         self.log_prefix = "quant"
-        self.drift = ScaleDrift()  # of the scales, calibration by calibration
-        self.checkpoint_folder: Path | None = None  # of the checkpoint that is written when a run ends
-        self.files: Sequence[Path] = ()  # of other formats that are written then
+        self.drift = ScaleDrift()  # how far the scales move, calibration by calibration
+        self.checkpoint_folder: Path | None = None  # where a checkpoint is written when a run ends; None: nowhere
+        self.files: Sequence[Path] = ()  # files of other formats that are written when a run ends
         self.was_trained = False  # whether a fit has trained the model through the quantization
         self.first_call = FirstCall()  # an example for files that are traced
         self._label = label
@@ -103,7 +103,10 @@ class Results:
 
     @property
     def _source(self) -> Results:
-        """The results to read: those of the deep copy that ran in place of this callback, or these themselves."""
+        """The results to read: those of the deep copy that ran in place of this callback, or else this object.
+
+        Asked by each export and report.
+        """
         return self if self._copies is None else self._copies.with_results(self)
 
     @property
@@ -120,13 +123,16 @@ class Results:
         return self.trainer_session.has_calibrated
 
     def register(self) -> None:
-        """Tell deep copies of the callback that these results have a session now; called by ``prepare``."""
+        """Tell deep copies of the callback that these results have a session now.
+
+        The callback's ``prepare`` calls it when it has made a new session.
+        """
         if self._copies is not None:
             self._copies.register(self)
 
     @property
     def result(self) -> CalibrationResult | None:
-        """The result of the last calibration; None before it."""
+        """The result of the last calibration; None before it. The callback's ``result`` reads it."""
         session = self._source.session
         return None if session is None else session.result
 
@@ -165,8 +171,8 @@ class Results:
         Args:
             write: :func:`~lightning_obs.export_onnx` or :func:`~lightning_obs.export_program`.
             file: written whole or not at all.
-            example: of the module's inputs; None: the first validation batch's.
-            **options: of ``write``.
+            example: an example of the module's inputs; None: those of the first validation batch.
+            **options: further arguments of ``write``.
 
         Raises:
             CalibrationError: nothing was calibrated yet, or the file cannot be written.
@@ -200,7 +206,7 @@ class Results:
             return export_gguf(session.model, file, base, overwrite=overwrite)
 
     def _exportable_session(self) -> CalibrationSession:
-        """The session whose calibration is exported.
+        """The session whose calibration is exported; each export asks for it first.
 
         Raises:
             CalibrationError: nothing was calibrated yet, or the calibration cannot be exported yet.
@@ -215,6 +221,9 @@ class Results:
         counts: dict[str, Support] | None = None,
     ) -> list[LayerError]:
         """Measure the error of each layer, the worst first; on several ranks every rank must call this.
+
+        Called by the callback's ``layer_errors``, for a report, and without batches after each calibration that is
+        logged or printed.
 
         Args:
             batches: arguments of the calibrated module to run it on; None: nothing is run, and there are the errors
@@ -244,6 +253,8 @@ class Results:
     ) -> Path:
         """Write ``report.html``, ``report.json`` and ``layers.csv``; on several ranks every rank must call this.
 
+        Called by the callback's ``report``.
+
         Args:
             folder: created if it does not exist; rank 0 writes.
             batches: as for :meth:`layer_errors`.
@@ -265,7 +276,7 @@ class Results:
         return write_report(folder, self.facts(**{**measured, **facts}))
 
     def facts(self, **facts: Any) -> Report:
-        """Gather the facts of the last calibration for the summary and the page.
+        """Gather the facts of the last calibration for the report.
 
         Called by :meth:`report`, and by the command line for the report of its run.
 
@@ -294,6 +305,8 @@ class Results:
     def can_run(self, step: Step) -> bool:
         """Whether a next step of the report can run on the calibrated model; no data are run to find out.
 
+        The report asks it of each step that it may propose, by the fact ``can_run``.
+
         A step that calibrates with other options can if these options fit the model. Other steps ask what the last
         run has shown. After fine-tuning, no step that measures, chooses or trains is proposed.
         """
@@ -314,18 +327,23 @@ class Results:
     # ------------------------------------------------------------------ at the end of a validation
 
     def logs(self, trainer: Trainer) -> bool:
-        """Whether the Trainer's loggers get the results: the option ``log``; if it is None, whether any exist."""
+        """Whether the Trainer's loggers get the results: the option ``log``; if it is None, whether there are loggers.
+
+        Asked after each calibration, and when a fit that distills starts.
+        """
         return bool(trainer.loggers) if self._log is None else self._log
 
     def log_calibration(
         self, trainer: Trainer, pl_module: LightningModule, errors: Sequence[LayerError] | None = None
     ) -> None:
-        """Record the scales, and give a calibration to the loggers; called in ``on_validation_epoch_end``.
+        """Record the scales, and give a calibration's numbers and table of layers to the loggers.
+
+        Called in ``on_validation_epoch_end``, by `CalibrationCallback` through :meth:`show_calibration`.
 
         Args:
             trainer: runs the validation.
             pl_module: logs the numbers.
-            errors: of the layers; None: they are measured, without data.
+            errors: the errors of the layers; None: they are measured here, without data.
         """
         session = self.trainer_session.require_calibrated()
         self.drift.add(trainer.global_step, session.qparams)
@@ -349,7 +367,10 @@ class Results:
             print_report(layer_table(errors[:_LAYERS_SHOWN]))
 
     def keep_metrics(self, trainer: Trainer) -> None:
-        """Keep the metrics that a validation has logged, when it ends; nothing of ``quant/``, nor of a sanity check."""
+        """Keep the metrics that a validation has logged, except those under ``quant/``.
+
+        Both callbacks call it in ``on_validation_end``; of a sanity check nothing is kept.
+        """
         logged = {}
         for name, value in trainer.callback_metrics.items():
             if not name.startswith("quant/"):
@@ -359,7 +380,7 @@ class Results:
 
     @property
     def curves(self) -> list[dict[str, float]]:
-        """By validation, the values of its logged metrics, and its ``step``; the report draws them."""
+        """For each validation, the values of its logged metrics and its ``step``; read when a report is written."""
         curves = []
         for logged in self._source._validations:
             curves.append({name: float(value) for name, value in logged.items()})
@@ -367,7 +388,10 @@ class Results:
 
     @property
     def metrics(self) -> dict[str, tuple[float | None, float | None]]:
-        """By name, each metric of the last validation, and its value in the second, quantized pass."""
+        """By name, each metric of the last validation that has a value in the second, quantized pass too: both values.
+
+        Read by `CalibrationCallback`'s ``metrics``, and when a report is written.
+        """
         source = self._source
         if not source.curves:
             return {}
@@ -388,6 +412,8 @@ class Results:
 
 def _writes(session: CalibrationSession) -> bool:
     """Whether this rank takes part in an export: rank 0, and every rank where weights are sharded.
+
+    Asked by each export; the other ranks return at once.
 
     For a checkpoint sharded weights are gathered by all ranks; the writers of other files refuse them on all ranks.
     """

@@ -18,8 +18,10 @@ class SanityWatch:
 
     Made when the sanity check starts. Experts are not watched: few batches do not reach all of them.
 
+    `ValidationSchedule` holds one while a sanity check runs that does not calibrate.
+
     Args:
-        session: its plan names the modules.
+        session: names the modules, those whose calibration needs data.
     """
 
     def __init__(self, session: CalibrationSession) -> None:
@@ -39,7 +41,7 @@ class SanityWatch:
         self._watched_count = len(self._uncalled)
 
     def _record_call(self, module: nn.Module, args: Any) -> None:
-        """The hook of a watched module: note that it was called."""
+        """The hook before a call of a watched module: the module counts as called from now on."""
         self._uncalled.pop(module, None)
 
     def close(self) -> None:
@@ -47,7 +49,10 @@ class SanityWatch:
         self._hooks.close()
 
     def tell(self) -> None:
-        """Warn of the modules that were not called; called on rank 0 at the end of the sanity check."""
+        """Warn of the modules that were not called, if there are any.
+
+        `ValidationSchedule` calls it on rank 0 at the end of the sanity check.
+        """
         names = list(self._uncalled.values())
         if names:
             called_count = self._watched_count - len(names)

@@ -32,25 +32,33 @@ if TYPE_CHECKING:
 
 
 class PartOfRun(Protocol):
-    """A part of a callback that changes the model, or keeps data, while a run lasts."""
+    """A part of a callback that changes the model, or keeps data, while a run lasts.
+
+    The callback makes its parts in its constructor, and stops them by :func:`stop_all`.
+    """
 
     def stop(self) -> None:
-        """Take hooks off the model and release kept data. Can be called at any time, any number of times."""
+        """Take hooks off the model and release kept data; nothing happens if there are none.
+
+        Called when a run ends, however it ends, and at the end of a validation outside of fit (`CalibrationCallback`:
+        of every validation).
+        """
         ...
 
 
 class SessionCallback(Callback):
     """A callback that calibrates through a :class:`~lightning_obs.CalibrationSession`.
 
-    A subclass says when: it attaches the session, finalizes it, and restores its state.
+    Base class of `CalibrationCallback` and `QuantizationAwareTraining`. The subclass decides when the session is
+    attached and finalized, and restores its state.
 
     Attributes:
-        options: of the calibration, checked when they were made.
-        label: of the scheme; also a part of the key of this callback's state in checkpoints.
+        options: the options of the calibration, checked when they were made.
+        label: the label of the scheme; also a part of the key of this callback's state in checkpoints.
         trainer_session: makes and keeps the session.
         results: exports, reports, logs, and keeps what validations have logged.
         export_at_end: writes the destinations of ``export_to``; None: there are none.
-        parts_of_run: are stopped when a run ends, however it ends.
+        parts_of_run: the parts that are stopped when a run ends, however it ends.
     """
 
     #: Names the state in checkpoints: the states of two calibrations in one Trainer stay apart. Lightning has a
@@ -85,7 +93,7 @@ class SessionCallback(Callback):
 
     @property
     def result(self) -> CalibrationResult | None:
-        """The result of the last calibration, by this callback or its deep copy; None before it."""
+        """The result of the last calibration, by this callback or its deep copy; None before the first calibration."""
         return self.results.result
 
     def export(
@@ -244,14 +252,21 @@ class SessionCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the saved state, if it is whole, until the model is on its device (Lightning loads callbacks before)."""
+        """Keep the saved state until the model is on its device; :meth:`prepare` of the subclass then loads it.
+
+        Lightning calls this when it restores the callback from a checkpoint, before it moves the model. A damaged state
+        is a CalibrationError.
+        """
         self.trainer_session.keep_state(state_dict)
 
     # ------------------------------------------------------------------ hooks
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse an ``export_to`` that cannot be written in the end; keep an offloaded model where it is."""
+        """Refuse an ``export_to`` that cannot be written in the end; keep an offloaded model where it is.
+
+        Where the Trainer has several of these callbacks, the scheme also becomes a part of the names of logged numbers.
+        """
         if self.export_at_end is not None:
             self.export_at_end.require_possible(trainer)
         leave_in_place(trainer, pl_module)
@@ -260,7 +275,9 @@ class SessionCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore a saved state that no earlier hook could: called when training, a test or a prediction starts.
+        """Restore a saved state that no earlier hook could restore.
+
+        Lightning calls this when training, a test or a prediction starts.
 
         For sharded checkpoints Lightning loads states only after ``on_fit_start``.
         """
@@ -284,7 +301,9 @@ class SessionCallback(Callback):
 
 
 def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd | None:
-    """Make the part that writes a callback's ``export_to``; None without one.
+    """Make the part that writes a callback's ``export_to``; None without an ``export_to``.
+
+    Called by the constructors of both callbacks.
 
     Raises:
         CalibrationError: a wrong argument, or ``overwrite`` without a destination.
@@ -302,7 +321,11 @@ def make_export_at_end(export_to: ExportTo, overwrite: bool) -> ExportAtEnd | No
 
 
 def stop_all(parts: Iterable[PartOfRun]) -> None:
-    """Stop all parts of a run; called at its end, however it ends."""
+    """Stop all parts of a run.
+
+    Called at the run's end, however it ends, and at the end of a validation that is not followed by training (by
+    `CalibrationCallback` at the end of every validation).
+    """
     for part_of_run in parts:
         part_of_run.stop()
 
@@ -310,8 +333,8 @@ def stop_all(parts: Iterable[PartOfRun]) -> None:
 def restore_outside_of_fit(callback: SessionCallback, trainer: Trainer) -> None:
     """Load the callback's state from ``ckpt_path`` in ``validate``, ``test`` and ``predict``.
 
-    Called when any run starts. In ``fit`` Lightning restores callbacks itself, as newer releases do everywhere, and
-    nothing happens here.
+    Called when training, a validation, a test or a prediction starts. In ``fit`` Lightning restores callbacks itself,
+    as Lightning 2.5 and newer do in all runs, and nothing happens here.
     """
     state = state_in_checkpoint(trainer, callback.state_key)
     if state:

@@ -115,6 +115,8 @@ def _keeps_extremes_only(observer: Observer) -> bool:
 def average_gradients(trainer: Trainer, parameters: Sequence[torch.Tensor]) -> None:
     """Replace the gradients of parameters by their means over all ranks, in one collective.
 
+    `QuantizationAwareTraining` calls it for learned scales in ``on_after_backward``, in a run on several ranks.
+
     Args:
         trainer: its strategy reduces; every rank must call this.
         parameters: on one device, of one dtype; a parameter without a gradient counts as a gradient of zeros.

@@ -22,7 +22,10 @@ _PRECISIONS = ("32-true", "bf16-mixed", "16-mixed")
 
 
 def require_precision(trainer: Trainer) -> None:
-    """Refuse a Trainer whose precision converts the weights for training; called when fit starts.
+    """Refuse a Trainer whose precision converts the weights for training.
+
+    Called when a fit of `QuantizationAwareTraining` starts, by the command line before it fine-tunes, and by
+    :func:`can_train`.
 
     Raises:
         CalibrationError: the precision does not keep weights in the dtype in which they were loaded.
@@ -38,7 +41,7 @@ def require_precision(trainer: Trainer) -> None:
 
 
 def require_trainable(session: CalibrationSession) -> None:
-    """Refuse a model with weights that cannot be trained; called when fit starts.
+    """Refuse a model with weights that cannot be trained; called when a fit of `QuantizationAwareTraining` starts.
 
     Raises:
         CalibrationError: offloaded parameters that require gradients, or adapters with dropout.
@@ -58,10 +61,10 @@ def require_trainable(session: CalibrationSession) -> None:
 def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
     """Whether a calibrated model can be trained with the options of its calibration.
 
-    Asked to decide whether a report proposes fine-tuning as the next step.
+    ``Results.can_run`` and the command line ask it, to decide whether a report proposes fine-tuning as the next step.
 
     Args:
-        session: of the calibration.
+        session: the session of the calibration; nothing on its model changes.
         pl_module: holds the model. If it is attached to a Trainer, the Trainer's precision must allow training, too.
     """
     model = session.model

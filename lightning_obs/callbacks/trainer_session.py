@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSession:
-    """Makes the session of a Trainer's module, and keeps it from run to run.
+    """Makes the session of the module to calibrate in a Trainer's LightningModule, and keeps it from run to run.
 
     Each callback holds one, prepares it when a run starts, and reads the session from it.
 
@@ -73,7 +73,7 @@ class TrainerSession:
         Args:
             trainer: runs the model now, or will; its strategy tells how ranks communicate.
             pl_module: holds the module to calibrate.
-            options: of a new session.
+            options: the options with which a new session is made.
 
         Raises:
             CalibrationError: the module cannot be found, or the options do not fit the model or the strategy.
@@ -108,10 +108,10 @@ class TrainerSession:
     def finalize(self) -> bool:
         """Compute the quantization parameters of the observed data, write them to the modules, and print the result.
 
-        Called in ``on_validation_epoch_end``.
+        Called in ``on_validation_epoch_end``, if the validation was observed.
 
         Returns:
-            Whether it has; in a fit False, with a warning, if the validation lacks data.
+            Whether parameters were written; in a fit False, with a warning, if the validation lacks data.
 
         Raises:
             CalibrationError: data are missing or not finite. Nothing was written then.
@@ -130,7 +130,9 @@ class TrainerSession:
         return True
 
     def keep_state(self, state: dict[str, Any]) -> None:
-        """Keep a checkpoint's state of the callback for the next session; an empty one holds nothing.
+        """Keep a checkpoint's state of the callback for the next session, and forget the present session.
+
+        Called by the callback's ``load_state_dict``. An empty state is not kept.
 
         Raises:
             CalibrationError: the state is damaged.
@@ -141,13 +143,16 @@ class TrainerSession:
         self.session = None
 
     def take_state(self) -> dict[str, Any] | None:
-        """Return the kept state for ``prepare`` to load, and keep it no longer; None if there is none."""
+        """Return the kept state, and keep it no longer; None if there is none.
+
+        Each callback's ``prepare`` calls this, and loads the state into the session.
+        """
         state = self.saved_state
         self.saved_state = None
         return state
 
     def stop(self) -> None:
-        """Take the session's hooks off the model. Can be called at any time, any number of times."""
+        """Take the session's hooks off the model, if they are on it; called when a validation or a run ends."""
         if self.session is not None:
             self.session.detach()
 
@@ -205,8 +210,11 @@ _NAMES_SHOWN = 3
 def find_module(pl_module: nn.Module, path: str | None = None) -> tuple[str, nn.Module]:
     """Find the module to calibrate.
 
+    Called whenever a session is prepared, before a fit that copies the model as its teacher, and by the command line
+    when it loads a model.
+
     Args:
-        pl_module: holds it.
+        pl_module: the LightningModule, which holds it.
         path: the option ``module`` of the callbacks. None: the transformers model nearest to the LightningModule
             (models inside torchmetrics' metrics do not count); else its only child with weights, if only the child has
             a ``forward``; else the LightningModule.
@@ -250,7 +258,10 @@ def _submodule(pl_module: nn.Module, path: str) -> nn.Module:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether the module can be called; a LightningModule whose steps call its children often has no ``forward``."""
+    """Whether the module can be called; a LightningModule whose steps call its children often has no ``forward``.
+
+    Asked when the module to calibrate is chosen, and before a module is called on its own (:func:`require_forward`).
+    """
     if "forward" in vars(module):
         return True
     lightning_module = class_of(module, "LightningModule") or nn.Module
@@ -260,8 +271,10 @@ def has_forward(module: nn.Module) -> bool:
 def require_forward(module: nn.Module, caller: str) -> None:
     """Refuse to call a module without ``forward``.
 
+    Called before a choice of observers, a rounding on quantized inputs, and layer errors that are measured on batches.
+
     Args:
-        module: to call.
+        module: the module to call.
         caller: the option or function that would call it, for the error.
 
     Raises:
@@ -279,7 +292,7 @@ def require_forward(module: nn.Module, caller: str) -> None:
 
 
 def _weighted_children(module: nn.Module) -> dict[str, nn.Module]:
-    """The module's children with parameters, without wrappers, by name."""
+    """The module's children with parameters, each without its wrappers, by name; metrics are left out."""
     children = {}
     for name, child in module.named_children():
         has_weights = next(child.parameters(), None) is not None
@@ -312,7 +325,7 @@ def describe(pl_module: nn.Module, module_path: str | None, session: Calibration
     Args:
         pl_module: holds the module.
         module_path: the option ``module`` by which it was found.
-        session: of the module.
+        session: the session that calibrates the module.
 
     Returns:
         A line with the names of left out layers of the calibrated classes, and the share of bytes that each class of
