@@ -350,10 +350,11 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the quantization parameters and the chosen observers; nothing before there are any.
+        """Return the quantization parameters and the chosen observers; an empty dict before anything was calibrated.
 
-        Tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every rank must call
-        this, as Lightning does.
+        Lightning calls this when it saves a checkpoint. A loaded state that no session has taken yet is returned as it
+        is. The values are tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every
+        rank must call this, as Lightning does.
         """
         if self.trainer_session.saved_state is not None:
             return self.trainer_session.saved_state
@@ -379,6 +380,8 @@ class CalibrationCallback(SessionCallback):
     @override
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """Check the options against the model, restore a loaded state, and return the session that the hooks use.
+
+        Called by the hooks when a run or a validation that calibrates starts, and by the command line.
 
         A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
         ``with callback.prepare(trainer, module): pass``. A loaded calibration of other options is dropped where this

@@ -89,7 +89,7 @@ class Destination:
         """Refuse a model, or a scheme, that the format cannot hold.
 
         Called when the session is prepared, before data run. Here, for the folder of a checkpoint, only sharded weights
-        with adapters that are not merged are refused; the session has checked the rest.
+        with adapters that are not merged are refused.
 
         Args:
             model: calibrated, or to be calibrated.

@@ -38,7 +38,7 @@ class Callback(*_callback_classes):  # type: ignore[misc]
     """Lightning's callback, for a Trainer of either package; the base class of all callbacks of this package."""
 
 
-#: Lightning 2.4: ``validate``, ``test`` and ``predict`` with ``ckpt_path`` restore no callback
+#: True under Lightning 2.4, whose ``validate``, ``test`` and ``predict`` with ``ckpt_path`` restore no callback
 RESTORES_IN_FIT_ONLY = compare_version(_PYTORCH.partition(".")[0], operator.lt, "2.5.0")
 TrainerFn: Any = import_module(f"{_PYTORCH}.trainer.states").TrainerFn  # equal to the other package's
 isolate_rng: Any = import_module(f"{_PYTORCH}.utilities.seed").isolate_rng

@@ -369,6 +369,8 @@ class QuantizationAwareTraining(SessionCallback):
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """Check the options against the model, restore a loaded state, and return the session that the hooks use.
 
+        Called by the hooks when a run or a validation starts.
+
         A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
         ``with callback.prepare(trainer, module): pass``.
 
@@ -390,8 +392,9 @@ class QuantizationAwareTraining(SessionCallback):
     def state_dict(self) -> dict[str, Any]:
         """Return ranges, learned scales, and how far an observation has come, so that a resumed fit goes on from there.
 
-        Tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every rank must call
-        this, as Lightning does.
+        Lightning calls this when it saves a checkpoint. A loaded state that no session has taken yet is returned as it
+        is; before there is a session, the dict is empty. The values are tensors, strings and numbers, so that
+        ``weights_only`` loading works. On several ranks every rank must call this, as Lightning does.
         """
         if self.trainer_session.saved_state is not None:
             return self.trainer_session.saved_state
@@ -401,9 +404,9 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Take all hooks off the model; on several ranks drop a half-done observation: each may have seen other data.
+        """Take all hooks off the model; on several ranks also drop a half-done observation.
 
-        The next run then observes from the beginning.
+        Each rank may have seen other data by then, so the next run observes from the beginning.
         """
         self.quantized_fit.give_up_on_ranks(trainer)
         super().on_exception(trainer, pl_module, exception)

@@ -325,5 +325,8 @@ class QuantizedFit:
 
 
 def _validation_batches(trainer: Trainer) -> int:
-    """How many validation batches Lightning has counted, with the earlier ones of a resumed run."""
+    """How many validation batches Lightning has counted in this fit; a resumed fit also counts those from before.
+
+    A number that has changed between two training batches tells that a validation has run in between.
+    """
     return int(trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready)

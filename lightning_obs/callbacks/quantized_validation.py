@@ -232,6 +232,8 @@ def require_batches(trainer: Trainer, pl_module: LightningModule, option: str) -
 def quantized_name(name: str, scheme: str = "") -> str:
     """The name under which the quantized model's value of a metric is logged.
 
+    `QuantizedMetrics` asks when it logs the second pass, and `Results` when it pairs the values of both passes.
+
     Lightning's number of the loader stays at the end. ``scheme`` tells several callbacks apart.
 
     >>> quantized_name("val_loss/dataloader_idx_1"), quantized_name("val_loss", "FP8")

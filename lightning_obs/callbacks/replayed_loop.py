@@ -230,6 +230,6 @@ class _KeptBatchFetcher:
 
 
 def _pop_in_turn(batches_of_loaders: list[KeptBatches]) -> Iterator[tuple[Any, BatchNote]]:
-    """The batches of the first loader, then those of the next."""
+    """The batches of the first loader, then those of the next loader; :class:`_KeptBatchFetcher` takes them in turn."""
     for batches in batches_of_loaders:
         yield from batches.pop_all()

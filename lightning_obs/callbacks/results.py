@@ -307,8 +307,9 @@ class Results:
 
         The report asks it of each step that it may propose, by the fact ``can_run``.
 
-        A step that calibrates with other options can if these options fit the model. Other steps ask what the last
-        run has shown. After fine-tuning, no step that measures, chooses or trains is proposed.
+        A step that calibrates with other options can run if these options fit the model. For other steps the last run
+        decides: whether it has logged metrics, compared logits, masked tokens. After fine-tuning, no step that
+        measures, chooses or trains is proposed.
         """
         session = self.trainer_session.require_calibrated()
         if step.name in ("leave_out", "token_scales", "rounding", "without_data"):

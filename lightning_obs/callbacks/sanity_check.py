@@ -21,7 +21,7 @@ class SanityWatch:
     `ValidationSchedule` holds one while a sanity check runs that does not calibrate.
 
     Args:
-        session: names the modules, those whose calibration needs data.
+        session: the session whose modules are watched, as far as their calibration needs data.
     """
 
     def __init__(self, session: CalibrationSession) -> None:

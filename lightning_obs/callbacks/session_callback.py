@@ -180,7 +180,8 @@ class SessionCallback(Callback):
             overwrite: replace an existing ``file``.
 
         Raises:
-            CalibrationError: as for :meth:`export`; or no GGUF file can hold the model, or ``base`` is of another one.
+            CalibrationError: as for :meth:`export`; or no GGUF file can hold the model, or ``base`` is of another
+                model.
         """
         return self.results.export_gguf(file, base, overwrite)
 
@@ -229,10 +230,11 @@ class SessionCallback(Callback):
     # ------------------------------------------------------------------ the session and its state
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
-        """Check the options against the model, restore a loaded state, and return the session that the hooks use.
+        """Check the options against the model, and return the session that the hooks use.
 
-        A scheme that needs no data (``session.needs_data`` is False) can be applied with it at once:
-        ``with callback.prepare(trainer, module): pass``.
+        Called by the hooks when a run or a validation starts. The ``prepare`` of a subclass calls this first, and then
+        restores a loaded state. A scheme that needs no data (``session.needs_data`` is False) can be applied with it at
+        once: ``with callback.prepare(trainer, module): pass``.
 
         Args:
             trainer: runs the model now, or will.

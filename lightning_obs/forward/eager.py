@@ -28,7 +28,7 @@ from torch import nn
 
 from lightning_obs.model.mark import set_attributes
 
-#: an object that users share a block around; torch itself is one
+#: an object around which users share a block: an attention module, a model, or torch itself
 _Shared: TypeAlias = nn.Module | ModuleType
 
 

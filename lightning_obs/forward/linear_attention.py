@@ -189,9 +189,9 @@ def linearize_attention(model: nn.Module) -> list[str]:
 
     Outputs stay the same up to the order of floating point operations, with all arguments of its forward. A
     ``state_dict`` has ``q_proj.weight``, ``k_proj.weight`` and ``v_proj.weight`` in place of ``in_proj_weight``, and
-    biases likewise; one from before can be loaded. Each module stays the object that it was, with its hooks; dtype,
-    device, ``requires_grad`` and training mode are kept. Weights are copied one module at a time. Call it before you
-    make optimizers.
+    biases likewise; a ``state_dict`` from before can be loaded. Each module stays the object that it was, with its
+    hooks; dtype, device, ``requires_grad`` and training mode are kept. Weights are copied one module at a time. Call it
+    before you make optimizers.
 
     Left as they are: subclasses, and modules inside transformers models, whose checkpoints have ``in_proj_weight``.
 

@@ -99,10 +99,10 @@ def linearize_recurrent(model: nn.Module) -> list[str]:
 
     Outputs stay the same bit for bit, and the operation that computes them as well: files become smaller, not faster.
     The weights are targets like those of Linears, under their names (``lstm.weight_ih_l0``); biases stay in float, and
-    so do the inputs and products, whatever the scheme says of activations. A ``state_dict`` has
-    ``weight_ih_l0.weight`` in place of ``weight_ih_l0``; one from before can be loaded. Each layer stays the object
-    that it was, with its hooks. Call it before you make optimizers. Subclasses that read ``weight_ih_l0`` themselves
-    cannot be changed; layers inside transformers models are left as they are.
+    so do the inputs and products, whatever the scheme says of activations. A ``state_dict`` has ``weight_ih_l0.weight``
+    in place of ``weight_ih_l0``; a ``state_dict`` from before can be loaded. Each layer stays the object that it was,
+    with its hooks. Call it before you make optimizers. Subclasses that read ``weight_ih_l0`` themselves cannot be
+    changed; layers inside transformers models are left as they are.
 
     Args:
         model: changed in place.

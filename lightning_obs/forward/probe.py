@@ -51,7 +51,8 @@ def fisher_probe(logits: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 def tapped(output: torch.Tensor, see: Callable[[torch.Tensor], Any]) -> torch.Tensor:
     """Watch the gradient at a module's output; a forward hook returns this in place of the output.
 
-    A call that the model makes without gradients (HRM: all cycles but the last) has no gradient to see.
+    Where the model calls the module without gradients, the output is returned as it is: there is no gradient to see. A
+    recurrent model may do so in all cycles but the last (HRM does).
 
     Args:
         output: the output of the module.

@@ -196,8 +196,8 @@ def quantize_for_good(module: nn.Module, *, trainable: bool) -> None:
 def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool = False) -> Callable[[], None]:
     """Let a module train through fake quantization, as soon as it has qparams.
 
-    Called for each planned module when `QuantizationAwareTraining` begins to quantize the model
-    (``fine_tuning/quantized_training.py``).
+    Called for each planned module without attention states when `QuantizationAwareTraining` begins to quantize the
+    model (``fine_tuning/quantized_training.py``).
 
     Args:
         module: planned, calibrated or not.

@@ -277,7 +277,7 @@ class StaticQuantizer:
     Attributes:
         args: number format and strategy.
         zero_point: the module's zero point for the tensor; None: the format has none.
-        global_scale: the module's global scale for the tensor, a factor of all its scales; None: there is none.
+        global_scale: the module's global scale, which all scales of the tensor share; None: the format has none.
         codes: the integers of a weight that a rounding chose instead of the nearest ones; None: the nearest are taken.
         is_scale_learned: whether the scale is learned. Then gradients go through ``codes`` to the scale, else past
             them to the weight.
@@ -432,7 +432,10 @@ def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args:
 
 
 def _is_on(module: nn.Module, switch: Switch, base_name: str) -> bool:
-    """Whether the switch, and compressed-tensors' own switch of the module, let one of its tensors be quantized."""
+    """Whether the switch, and compressed-tensors' own switch of the module, let one of its tensors be quantized.
+
+    Asked before each tensor is quantized. A weight that is on the format's grid already is quantized only by a writer.
+    """
     # While states are hooked, compressed-tensors' switch of attention is off, so that it does not quantize them itself.
     if base_name not in ATTENTION and not getattr(module, "quantization_enabled", True):
         return False
