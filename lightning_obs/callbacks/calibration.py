@@ -274,7 +274,7 @@ class CalibrationCallback(SessionCallback):
     ) -> None:
         """Keep the batch for the second pass; observe it if the session is attached (in a test it is not).
 
-        The first observed call of the model is kept as an example for files that are traced.
+        The first call of the model is kept as an example for files that are traced.
         """
         if self.quantized_metrics is not None:
             self.quantized_metrics.keep_batch(batch, batch_idx, dataloader_idx)
@@ -323,7 +323,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the qparams of ``test(ckpt_path=...)``; with ``evaluate``, prepare the second pass."""
+        """Restore the calibration of ``test(ckpt_path=...)``; with ``evaluate``, prepare the second pass.
+
+        If nothing was calibrated, ``evaluate`` has nothing to measure, and there is a warning.
+        """
         super().on_test_start(trainer, pl_module)
         if self.quantized_metrics is None:
             return
@@ -335,7 +338,10 @@ class CalibrationCallback(SessionCallback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove all hooks from the model, write ``export_to``, and warn if the run has calibrated nothing."""
+        """Remove all hooks from the model, write ``export_to``, and warn if the run has calibrated nothing.
+
+        Lightning calls this when a run has ended without an error.
+        """
         super().teardown(trainer, pl_module, stage)
         if self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated:
             return

@@ -18,12 +18,12 @@ class HasCalibrated(Protocol):
 
     @property
     def session(self) -> Any:
-        """The session of the callback's run; None before it ran."""
+        """The session of the callback's run; None before the callback has run."""
         ...
 
     @property
     def has_calibrated(self) -> bool:
-        """Whether there are quantization parameters."""
+        """Whether the session has quantization parameters, computed or loaded."""
         ...
 
 

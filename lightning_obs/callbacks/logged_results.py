@@ -62,9 +62,9 @@ def _log_table(logger: Logger, prefix: str, rows: list[dict[str, Any]], step: in
     """Give the rows to one logger, in the form that its class takes (:func:`log_layers`).
 
     Args:
-        logger: of the Trainer.
+        logger: a logger of the Trainer.
         prefix: begins the names of what is logged.
-        rows: one for each layer.
+        rows: a row for each layer.
         step: the Trainer's global step.
     """
     columns = _columns(rows)

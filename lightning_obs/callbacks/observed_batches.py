@@ -134,9 +134,9 @@ class ObservedBatches:
         """Attach the session's observers for a validation that starts.
 
         Called in ``on_validation_start`` by `CalibrationCallback`, if the validation calibrates, and before the first
-        batch of a ``trainer.validate`` that gives `QuantizationAwareTraining` its first ranges. Where
-        Lightning only moves batches to an accelerator, they are also kept on the host from now on, for their masks.
-        Samples that several ranks have get a warning.
+        batch of a ``trainer.validate`` that gives `QuantizationAwareTraining` its first ranges. Where Lightning
+        only moves batches to an accelerator, each batch is also kept on the host from now on, for its mask. Samples
+        that several ranks have get a warning.
 
         Raises:
             CalibrationError: ``dataloaders`` has a number or a key that the Trainer's loaders do not have.
@@ -304,8 +304,8 @@ class FirstCall:
     def watch(self, session: CalibrationSession | None) -> None:
         """Keep the next call of the session's model, unless a call of this model is kept or waited for already.
 
-        Called before each validation batch, and each test batch of `CalibrationCallback`; nothing happens if the batch
-        is not observed.
+        Called before each validation batch, and each test batch of `CalibrationCallback`; nothing happens for a batch
+        that the calibration leaves out.
         """
         if session is None or session.observation.calls.is_paused:
             return

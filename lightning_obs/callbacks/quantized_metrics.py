@@ -59,7 +59,7 @@ class QuantizedMetrics:
         self._second_pass = QuantizedValidation(trainer, pl_module, session.model, self._share)
 
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        """Keep a batch that is about to run, if a second pass will follow."""
+        """Keep a batch that is about to run, if a second pass will follow; called before each batch."""
         if self._second_pass is not None:
             self._second_pass.keep_batch(batch, batch_idx, dataloader_idx)
 

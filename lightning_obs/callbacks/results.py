@@ -94,7 +94,10 @@ class Results:
     # ------------------------------------------------------------------ of this object or of a copy
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a deep copy; from now on these results and the copy know each other."""
+        """Return the attributes for a deep copy or a pickle; from now on these results and the copy know each other.
+
+        ``copy.deepcopy`` of the callback calls this, before the copy runs.
+        """
         if self._copies is None:
             self._copies = DeepCopies()
             if self.session is not None:
@@ -111,7 +114,7 @@ class Results:
 
     @property
     def session(self) -> CalibrationSession | None:
-        """The session of these results; None before it was prepared."""
+        """The session of these results; None before one was prepared. `DeepCopies` reads it to find who has run."""
         return self.trainer_session.session
 
     @property
@@ -407,7 +410,7 @@ class Results:
 
     @property
     def _has_logged_metrics(self) -> bool:
-        """Whether the last validation has logged anything beside its step."""
+        """Whether the last validation has logged any metric; each entry of ``curves`` also has its ``step``."""
         return bool(self.curves) and len(self.curves[-1]) > 1
 
 

@@ -45,7 +45,7 @@ class SanityWatch:
         self._uncalled.pop(module, None)
 
     def close(self) -> None:
-        """Remove the hooks, after the sanity check."""
+        """Remove the hooks; `ValidationSchedule` calls it when the sanity check ends."""
         self._hooks.close()
 
     def tell(self) -> None:

@@ -296,7 +296,10 @@ class SessionCallback(Callback):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Take all hooks off the model, and write the destinations of ``export_to``."""
+        """Take all hooks off the model, and write the destinations of ``export_to``.
+
+        Lightning calls this when a run has ended without an error.
+        """
         stop_all(self.parts_of_run)
         if self.export_at_end is not None:
             self.export_at_end.write(trainer, self.results)

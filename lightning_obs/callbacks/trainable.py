@@ -87,7 +87,7 @@ def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
 
 
 def _trains_offloaded(module: nn.Module) -> bool:
-    """Whether an offloaded module has parameters of its own that require gradients."""
+    """Whether a module is offloaded and has parameters of its own that require gradients."""
     if not is_offloaded(module):
         return False
     return any(parameter.requires_grad for parameter in module.parameters(recurse=False))

@@ -94,7 +94,7 @@ class TrainerSession:
         return self.session
 
     def require_calibrated(self) -> CalibrationSession:
-        """Return the session, for whoever needs a calibration: exports, reports, the second pass.
+        """Return the session, if it has calibrated; called by exports, reports, loggers and the second pass.
 
         Raises:
             CalibrationError: nothing was calibrated yet.

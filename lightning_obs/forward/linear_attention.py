@@ -333,7 +333,7 @@ def _thirds(joined: nn.Parameter) -> list[nn.Parameter]:
 
 
 def _linear(weight: Any, bias: nn.Parameter | None, training: bool) -> nn.Linear:
-    """A Linear with these parameters, in training or evaluation."""
+    """A Linear that has these very parameters, in training or evaluation mode as ``training`` says."""
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias is not None, device="meta", dtype=weight.dtype)
     layer.weight = weight

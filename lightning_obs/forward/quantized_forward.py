@@ -151,7 +151,7 @@ def unobserved(model: nn.Module) -> Iterator[None]:
 
 
 def _threads_of(module: nn.Module) -> set[int]:
-    """The threads in :func:`quantized` blocks of a module."""
+    """The ids of the threads that are in :func:`quantized` blocks of a module now."""
     mark = mark_of(module)
     return set() if mark is None else set(mark.quantizing_threads)
 

@@ -68,7 +68,7 @@ class LinearProduct:
     reads_input = False
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The output ``(..., R)``."""
+        """The output ``(..., R)``; called in the forward, with the quantized weight."""
         return F.linear(input, weight, bias)
 
     def gradients(
@@ -96,7 +96,7 @@ class TransposedProduct:
     reads_input = False
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The output ``(..., R)``."""
+        """The output ``(..., R)``; called in the forward, with the quantized weight."""
         assert bias is not None  # Conv1D always has one
         rows = input.view(-1, input.shape[-1])
         return torch.addmm(bias, rows, weight).view(*input.shape[:-1], weight.shape[1])
@@ -154,7 +154,7 @@ class Convolution:
         return cls(function, module.stride, module.padding, module.dilation, module.groups)
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The output ``(N, R, ...)`` or ``(R, ...)``."""
+        """The output ``(N, R, ...)`` or ``(R, ...)``; called in the forward, with the quantized weight."""
         return self.function(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
     def gradients(
