@@ -38,9 +38,12 @@ KV_PRESETS: dict[str, QuantizationArgs] = {
 
 
 class StatesConfig(QuantizationConfig):
-    """A config with separate observers for q, k and v, which share one ``QuantizationArgs`` otherwise."""
+    """A config with separate observers for q, k and v, which share one ``QuantizationArgs`` otherwise.
 
-    #: by base name, the fields ``observer`` and ``observer_kwargs``
+    ``resolve_config`` makes it where the user names an observer for q, k or v; :func:`state_args` reads it.
+    """
+
+    #: by base name (q, k, v), the values of the fields ``observer`` and ``observer_kwargs`` of that state's args
     state_observers: dict[str, dict[str, Any]]
 
 
@@ -48,7 +51,13 @@ class StatesConfig(QuantizationConfig):
 
 
 def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) -> QuantizationArgs | None:
-    """The ``QuantizationArgs`` of the kv cache, from the option or a full config's ``kv_cache_scheme``; None: no cache.
+    """The ``QuantizationArgs`` of the kv cache; None: the cache is not quantized.
+
+    ``resolve_config`` calls it once, when the options are made.
+
+    Args:
+        kv_cache: the user's option: the name of a preset, a dict of fields, or the args themselves.
+        in_config: the ``kv_cache_scheme`` of the user's full config; None: it has none.
 
     Raises:
         CalibrationError: an unknown name or field, or both are given.
@@ -79,6 +88,8 @@ def resolve_kv_cache(kv_cache: KVCacheLike, in_config: QuantizationArgs | None) 
 def quantizes_states(group: QuantizationScheme) -> bool:
     """Whether a group without weights quantizes attention states (q, k, v) rather than inputs, judged without a model.
 
+    Asked while the options are made (``schemes/config.py``), and for the words that describe a scheme.
+
     >>> quantizes_states(QuantizationScheme(targets=["LlamaAttention"], input_activations=KV_PRESETS["FP8"]))
     True
     """
@@ -89,7 +100,10 @@ def quantizes_states(group: QuantizationScheme) -> bool:
 
 
 def state_args(config: QuantizationConfig, args: QuantizationArgs, base_name: str) -> QuantizationArgs:
-    """``args`` with the observer that ``config`` names for q, k or v; called for each planned attention module."""
+    """A copy of ``args`` with the observer that ``config`` names for q, k or v; if it names none, with its own.
+
+    Called when the options are made, to construct each observer once, and when the states of a model are planned.
+    """
     state_observers = config.state_observers if isinstance(config, StatesConfig) else {}
     return args.model_copy(deep=True, update=state_observers.get(base_name))
 
@@ -102,7 +116,12 @@ def find_states(
 ) -> list[PlannedModule]:
     """The attention modules whose states ``config`` quantizes, checked without data; called by ``build_plan``.
 
-    A group reaches them by compressed-tensors' rule: a pattern that also matches a parent or children
+    Args:
+        model: that will be calibrated.
+        config: the user's.
+        by_target: the group of each of its targets.
+
+    A group reaches attention modules by compressed-tensors' rule: a pattern that also matches a parent or children
     (``re:.*self_attn.*``) does not target the attention module.
 
     Raises:
@@ -140,7 +159,10 @@ def _groups_of(
     config: QuantizationConfig,
     by_target: Mapping[str, QuantizationScheme],
 ) -> dict[str, QuantizationScheme]:
-    """By name, the group that targets each attention module, by compressed-tensors' rule (:func:`find_states`)."""
+    """By name of an attention module, the group that targets it by compressed-tensors' rule (:func:`find_states`).
+
+    Attention modules that no group targets, or that ``ignore`` names, are left out. ``cached``: those with a cache.
+    """
     groups: dict[str, QuantizationScheme] = {}
     for name, module in cached.items():
         matching = match_targets(name, module, by_target)
@@ -194,7 +216,12 @@ def _check_model(model: nn.Module, cached: Mapping[str, nn.Module]) -> None:
 
 
 def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, QuantizationScheme]) -> None:
-    """Refuse a scheme of weights or outputs, and two schemes at once."""
+    """Refuse a group that quantizes weights or outputs or no inputs, and groups and cache of several formats.
+
+    Args:
+        kv: the args of the kv cache; None: only groups quantize states.
+        groups: by name, the group of each targeted attention module.
+    """
     with_weights: list[str] = []
     for name, group in groups.items():
         if group.weights is not None or group.output_activations is not None:
@@ -266,7 +293,7 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
     config = model.config.get_text_config(decoder=True)
     try:
         count_heads(model), get_head_dim(config)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError) as error:  # compressed-tensors or transformers cannot count the heads
         lacking = "without num_key_value_heads" if "key_value" in str(error) else "without heads"
         if isinstance(error, RuntimeError):  # transformers' own, as of Gemma 4
             lacking = "whose layers have heads of different sizes"

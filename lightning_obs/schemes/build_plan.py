@@ -49,9 +49,10 @@ _READS: dict[str, tuple[str, ...]] = {
 
 
 def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequence[Sequence[str]] = ()) -> Plan:
-    """Find the modules to quantize, and check them without data.
+    """Find the modules to quantize, check them without data, and warn of what the user may not have intended.
 
-    Called when an observation begins, before any data.
+    Called when an observation begins, before any data; with a recipe also once before that, to see which parts of the
+    recipe the model can run.
 
     Args:
         model: the module whose ``named_modules`` the targets name.
@@ -138,7 +139,13 @@ def _add_matching_modules(
     groups_by_target: Mapping[str, QuantizationScheme],
     ignore: Sequence[str],
 ) -> set[str]:
-    """Add the modules that the targets match to ``targets``; returns the names of those that match by their class."""
+    """Add the modules that the user's targets match to ``targets``, each with its group as scheme.
+
+    Modules that are in ``targets`` already, and modules inside LoRA layers, are not added.
+
+    Returns:
+        The names of the added modules that a target matches by their class, not by their name or a ``re:`` pattern.
+    """
     planned_or_inner = {*_names(targets), *inside_adapted(model)}
     selected_by_class: set[str] = set()
     for name, module in match_named_modules(model, groups_by_target, ignore):
@@ -209,7 +216,7 @@ def _check_any_left(
 
 
 def _warn_idle_targets(targets: Sequence[PlannedModule], groups_by_target: Mapping[str, QuantizationScheme]) -> None:
-    """Warn of targets whose group has no module left."""
+    """Warn of targets whose group has no module left, so that they quantize nothing."""
     used_groups = {id(target.scheme) for target in targets}
     idle = [pattern for pattern, group in groups_by_target.items() if id(group) not in used_groups]
     if idle:
@@ -235,15 +242,21 @@ def _check_fused_schemes(targets: Sequence[PlannedModule], fused: Sequence[Seque
 
 
 def is_meant(target: str, module: nn.Module) -> bool:
-    """Whether a module that a target matches should be quantized; asked while planning and when a checkpoint is loaded.
+    """Whether a module that a target matches should be quantized.
 
-    ``re:.*mlp.*`` also matches containers and activation functions. They hold no parameters, and are left out.
+    Asked while planning, and when a checkpoint is loaded. ``re:.*mlp.*`` also matches containers and activation
+    functions, which hold no parameters and are left out. A target that is a name or a class means every module that it
+    matches.
     """
     return not target.startswith("re:") or holds_parameters(module)
 
 
 def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str]) -> None:
-    """Refuse experts in 3-D parameters whose projections the targets would match, unless ``ignore`` names them."""
+    """Refuse experts in 3-D parameters whose projections the targets would match, unless ``ignore`` names them.
+
+    ``build_plan`` calls it for models that may hold experts. No target can match a part of such a parameter, so the
+    experts are judged by the names that their Linears would have after ``linearize_experts``.
+    """
     linear = nn.Linear(1, 1, device="meta")
     projections = hub_names(model)
     unreached: list[str] = []
@@ -266,11 +279,11 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 
 
 def unsuited(model: nn.Module, targets: Sequence[PlannedModule], selected_by_class: Set[str]) -> dict[str, str]:
-    """The planned modules that cannot be quantized, each with the reason.
+    """The planned modules that a plan leaves out because they cannot be quantized: by name, the reason.
 
-    Their weight is tied to an Embedding that is not planned, is read without a call, or has no elements. Only modules
-    that a target selects by their class (``selected_by_class``) are left out; a module selected by its name or a
-    pattern is refused later.
+    ``build_plan`` calls it once it has collected the modules. Their weight is tied to an Embedding that is not planned,
+    is read without a call, or has no elements. Only modules that a target selects by their class
+    (``selected_by_class``) are left out; a module selected by its name or a pattern is refused later.
     """
     reasons: dict[str, str] = {}
     planned = {id(target.module) for target in _with_weights(targets)}
@@ -320,7 +333,11 @@ def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
 
 
 def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse modules that cannot be quantized as their scheme says; the error names the first problem."""
+    """Refuse modules that cannot be quantized as their scheme says; the error names the first problem.
+
+    ``build_plan`` calls it for the planned modules. :func:`warn_left_in_float` calls it for modules that it may
+    suggest as targets.
+    """
     refuse(
         _names(_uncalled(model, targets)),
         "code of the model reads the weights of these modules without calling them, so they cannot be quantized",
@@ -432,7 +449,7 @@ def _check_shared(model: nn.Module, weighted: list[PlannedModule]) -> None:
 
 
 def _check_group_sizes(targets: list[PlannedModule]) -> None:
-    """Refuse groups that do not divide the columns."""
+    """Refuse group sizes, of weights or inputs, that do not divide the columns of a module's weight matrix."""
     for base_name in ("weight", "input"):
         all_columns: set[int] = set()
         uneven: dict[tuple[int, int], list[str]] = {}  # names by group size and columns
@@ -456,7 +473,7 @@ def _check_group_sizes(targets: list[PlannedModule]) -> None:
 
 
 def _group_size_remedy(all_columns: Set[int]) -> str:
-    """Name the usual group sizes that divide the columns of all targets."""
+    """The remedy of an error on group sizes: it names up to two usual sizes that divide the columns of all targets."""
     sizes: list[str] = []
     for size in (128, 64, 32, 16):
         if not any(columns % size for columns in all_columns):
@@ -491,7 +508,8 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
 def warn_cast_buffers(model: nn.Module) -> None:
     """Warn of half-precision buffers that no checkpoint holds (rotary frequencies).
 
-    transformers makes them anew in float32 when it loads the checkpoint.
+    transformers makes such buffers anew in float32 when it loads the checkpoint. ``build_plan`` calls this for every
+    model; only a model of transformers is judged.
     """
     if not is_transformers_model(model):
         return
@@ -517,8 +535,9 @@ def warn_left_in_float(
 ) -> None:
     """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
 
-    ``ignore`` asks for it, and so do targets other than the default, the class ``Linear``, which matches little of a
-    convolutional net. Embeddings of a transformers model usually stay, and do not count.
+    The last step of ``build_plan``. ``ignore`` asks for it, and so do targets other than the default, the class
+    ``Linear``, which matches little of a convolutional net. Embeddings of a transformers model usually stay, and do not
+    count.
     """
     weighted = _with_weights(targets)
     has_default_targets = groups_by_target.keys() == {"Linear"}
@@ -568,7 +587,7 @@ def _parameters_in_intended_precision(
 
 
 def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
-    """Whether these modules could be planned, too: the warning then offers their class as a target."""
+    """Whether these modules of one class could be planned, too: the warning then offers the class as a target."""
     if is_transformers_model(model) and any(kind_of(target.module).stored_as is None for target in targets):
         return False
     try:
@@ -586,9 +605,9 @@ def leave_out_absent_classes(
 ) -> dict[str, QuantizationScheme]:
     """Leave out targets that name a class of torch of which the model has no module, so that one list fits many models.
 
-    Two kinds of targets stay, so that :func:`check_patterns` refuses them: a name that is no class of torch, which may
-    be misspelt; and all targets of a group in which none matches. A group that quantizes outputs alone may match
-    nothing.
+    ``build_plan`` calls it before :func:`check_patterns`. Two kinds of targets stay, so that :func:`check_patterns`
+    refuses them: a name that is no class of torch, which may be misspelt; and all targets of a group in which none
+    matches. A group that quantizes outputs alone may match nothing.
 
     Args:
         model: the module that will be calibrated.
@@ -611,7 +630,10 @@ def leave_out_absent_classes(
 
 
 def check_patterns(model: nn.Module, by_target: Mapping[str, QuantizationScheme], ignore: list[str]) -> None:
-    """Refuse a target that matches nothing; warn of an entry of ``ignore`` that does."""
+    """Refuse a target that matches no module; warn of an entry of ``ignore`` that matches none.
+
+    ``build_plan`` calls it after :func:`leave_out_absent_classes`.
+    """
     missing = [target for target in by_target if not _matches_any(model, target)]
     if missing:
         _refuse_unmatched(model, missing, by_target[missing[0]])
@@ -651,11 +673,16 @@ def _refuse_unmatched(model: nn.Module, targets: Sequence[str], scheme: Quantiza
 
 
 def _quantizable_classes(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
-    """The classes of the model's modules that a scheme can quantize: they have a weight that is a matrix."""
+    """The classes of the model's modules that a scheme can quantize; the error for an unmatched target names them.
+
+    Their weight is a matrix. They read values if the scheme quantizes inputs, and in a model of transformers they are
+    of a kind that transformers loads quantized.
+    """
     classes = set()
     for module in model.modules():
         kind = kind_of(module)
         reads_values = not (kind.reads_indices and scheme.input_activations is not None)
+        # transformers loads only kinds with ``stored_as`` quantized.
         is_loaded = kind.stored_as is not None or not is_transformers_model(model)
         if matrix_shape(module) is not None and reads_values and is_loaded:
             classes.add(type(module).__name__)

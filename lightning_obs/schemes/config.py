@@ -37,7 +37,7 @@ from lightning_obs.schemes.attention_states import (
 from lightning_obs.schemes.recipes import Recipe, RecipeLike
 
 SchemeLike: TypeAlias = str | Mapping[str, Any] | QuantizationScheme | QuantizationConfig
-#: one for each base name; a sequence of them to choose from by measurement
+#: by base name, an observer's name or its fields in a dict; or a list of these, to choose from by measurement
 ObserversLike: TypeAlias = Mapping[str, str | Mapping[str, Any] | Sequence[str | Mapping[str, Any]] | None] | None
 RoundingLike: TypeAlias = str | Mapping[str, Any] | None
 
@@ -67,10 +67,13 @@ _DYNAMIC = QuantizationArgs(num_bits=8, strategy="tensor", symmetric=False, dyna
 
 @dataclass(frozen=True)
 class OwnPreset:
-    """A preset of this package, beside compressed-tensors' own."""
+    """A preset of this package, beside compressed-tensors' own: an entry of :data:`OWN_PRESETS`.
 
-    args: Mapping[str, QuantizationArgs]  # the fields of its scheme
-    targets: tuple[str, ...] = DEFAULT_TARGETS
+    :func:`resolve_config` reads it when a scheme names the preset.
+    """
+
+    args: Mapping[str, QuantizationArgs]  # the fields of its scheme: weights, input_activations, output_activations
+    targets: tuple[str, ...] = DEFAULT_TARGETS  # the modules that it quantizes where the user names none
     followers: tuple[str, ...] = ()  # classes whose outputs alone are quantized, like the outputs of its targets
 
 
@@ -132,7 +135,10 @@ _OF_CHECKPOINTS = ("version", "sparsity_config", "transform_config")
 
 
 def preset_names() -> list[str]:
-    """Names of all presets: compressed-tensors' and our own."""
+    """Names of all presets, compressed-tensors' and our own, sorted; without the one that quantizes nothing.
+
+    Called to check the name of a scheme, for its label, and for the code that a report suggests.
+    """
     return sorted({*PRESET_SCHEMES, *OWN_PRESETS} - {"UNQUANTIZED"})
 
 
@@ -166,8 +172,9 @@ def resolve_config(
         observers: by base name, observers that replace the scheme's and the recipe's, with their hyperparameters. The
             rounding of weights stays.
         kv_cache: the format of the kv cache; None: full precision.
-        rounding: of all weights. To round one group, give its weights ``"observer_kwargs": {"rounding": "gptq"}``.
-        recipe: replaces the observers that the scheme names.
+        rounding: the rounding of all weights; None: that of scheme and recipe. To round one group, give its weights
+            ``"observer_kwargs": {"rounding": "gptq"}``.
+        recipe: replaces observers and roundings that the scheme names, for the tensors that it covers.
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer, rounding or recipe; targets given twice; a
@@ -247,6 +254,9 @@ def _refuse_broken_patterns(option: str, names: Iterable[str]) -> None:
 def as_names(value: str | Iterable[str]) -> list[str]:
     """Names as a list: a string is one name, not its letters.
 
+    Called for options that take one name or several (``targets``, ``ignore``, ``engines``), here and on the command
+    line.
+
     >>> as_names("lm_head"), as_names(["q_proj", "k_proj"])
     (['lm_head'], ['q_proj', 'k_proj'])
     """
@@ -309,7 +319,7 @@ def _config(scheme: SchemeLike | None, targets: list[str] | None) -> Quantizatio
 
 
 def _own_preset(name: Any) -> OwnPreset | None:
-    """The preset of this package that has the name, of any case; None: it is another's, or none."""
+    """The preset of this package that has the name, in upper or lower case; None: this package has no such preset."""
     return OWN_PRESETS.get(name.upper()) if isinstance(name, str) else None
 
 
@@ -324,11 +334,11 @@ def _default_targets(preset: Any) -> list[str]:
 
 
 def _with_followers(group: QuantizationScheme, preset: Any) -> QuantizationConfig:
-    """A config of one group, and of one for the outputs of followers where the group's preset has them.
+    """A config of one group; where its preset has followers, with a second group for the followers' outputs.
 
     Args:
-        group: its outputs' arguments become those of the followers' outputs.
-        preset: the name of its preset; None: it has none.
+        group: the first group. The followers' outputs are quantized like its outputs.
+        preset: the name of the group's preset; None: it has none.
     """
     own_preset = _own_preset(preset)
     groups = {"group_0": group}
@@ -391,14 +401,18 @@ def _from_fields(owner: str, fields: dict[str, Any]) -> QuantizationScheme:
 
 
 def config_groups(config: QuantizationConfig) -> list[QuantizationScheme]:
-    """The schemes of a config, in order."""
+    """The schemes of a config's groups, in order.
+
+    Called wherever groups are read or changed: while options are made, while a model is planned, and when a calibration
+    ends. A preset's name in place of a group is resolved by ``QuantizationConfig`` before.
+    """
     groups = list(config.config_groups.values())
-    assert all(isinstance(group, QuantizationScheme) for group in groups)  # it resolves preset groups by itself
+    assert all(isinstance(group, QuantizationScheme) for group in groups)  # the config's class resolves presets
     return groups
 
 
 def _preset(name: str, targets: list[str] | None) -> QuantizationScheme:
-    """The scheme of a preset, of any case, for ``targets``; None: its default ones."""
+    """The scheme of a preset, named in upper or lower case, for ``targets``; None: the preset's default targets."""
     upper_name = name.upper()
     if upper_name not in preset_names():
         hint = likely(upper_name, preset_names())
@@ -411,7 +425,10 @@ def _preset(name: str, targets: list[str] | None) -> QuantizationScheme:
 
 
 def names_observer(observers: ObserversLike | Literal["auto"], base_name: str) -> bool:
-    """Whether the option ``observers`` names one for the tensors of a base name."""
+    """Whether the option ``observers`` names an observer for the tensors of a base name.
+
+    Asked before a recipe is applied, and when a session decides which parts of a recipe the model needs.
+    """
     if not isinstance(observers, Mapping):
         return False
     observer = observers.get(base_name)
@@ -446,7 +463,7 @@ def _apply_recipe(config: QuantizationConfig, recipe: Recipe, keep_weights: bool
 
 
 def _set_observers(config: QuantizationConfig, observers: Mapping[str, Any]) -> None:
-    """Replace the observers that the scheme names by those of ``observers``, by base name."""
+    """Replace the observers that the scheme names by those of the option ``observers``, for each of its base names."""
     refuse_unknown(observers, BASE_NAMES, "observers are given for an unknown tensor")
     for base_name, value in observers.items():
         hyperparameters = {"name": value} if isinstance(value, str) else dict(value or {})
@@ -482,7 +499,7 @@ def _set_observer(config: QuantizationConfig, base_name: str, name: str, hyperpa
 
 
 def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
-    """Round the weights of all groups in one way."""
+    """Give the weights of all groups in a config the same rounding, in place of the one that they name."""
     weights = _args_of(config, "weight")
     if not weights:
         raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
@@ -491,7 +508,7 @@ def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
 
 
 def _make_every_observer(config: QuantizationConfig) -> None:
-    """Refuse an unknown observer or hyperparameter now, before there are data."""
+    """Make the observer of each tensor once, so that an unknown one, or a wrong hyperparameter, is an error now."""
     for base_name, args in _all_args(config):
         if args.dynamic is not True:
             make_observer(base_name, state_args(config, args, base_name) if base_name in ATTENTION else args)
@@ -521,40 +538,59 @@ def _args_of(config: QuantizationConfig, base_name: str) -> list[QuantizationArg
 
 
 def observer_name(base_name: str, args: QuantizationArgs) -> str:
-    """The observer that ``args`` names; ``memoryless_minmax`` for weights and ``minmax`` otherwise if it names none."""
+    """The name of the observer in ``args``; if they name none, ``memoryless_minmax`` for weights, else ``minmax``.
+
+    Called when an observer is made, and for the facts of a report.
+    """
     return str(args.observer or ("memoryless_minmax" if base_name == "weight" else "minmax"))
 
 
 def make_observer(base_name: str, args: QuantizationArgs) -> Observer:
-    """The observer of a tensor.
+    """Make the observer of a tensor.
 
-    Called here once for each tensor of a scheme, so that a wrong hyperparameter is refused, and for each planned
-    module when an observation begins.
+    Called once for each tensor of a scheme when options are made, so that a wrong hyperparameter is refused, and for
+    each tensor of a planned module when an observation begins. Engines make one to see whether its scales are signed.
+
+    Args:
+        base_name: the tensor that it observes: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"``, ``"v"``.
+        args: how the tensor is quantized; they name the observer and its hyperparameters.
     """
     observer: Observer = Observer.load_from_registry(observer_name(base_name, args), base_name=base_name, args=args)
     return observer
 
 
 def has_rounding(config: QuantizationConfig) -> bool:
-    """Whether any group's weights are rounded other than to nearest."""
+    """Whether the weights of any group are rounded other than each to its nearest number.
+
+    Asked before weights are trained, which such a rounding rules out, and for the next steps that a report suggests.
+    """
     return any(rounding_of(args) is not None for args in _args_of(config, "weight"))
 
 
 def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
-    """Whether any group's weights are rounded by the inputs that the quantized modules before them give."""
+    """Whether the weights of any group are rounded by the inputs that the quantized modules before them give.
+
+    Asked when a session or a run layer by layer begins, because such weights are rounded one module after the other.
+    """
     roundings = [rounding_of(args) for args in _args_of(config, "weight")]
     return any(rounding is not None and rounding.on_quantized_inputs for rounding in roundings)
 
 
 def _rounding_label(config: QuantizationConfig) -> str | None:
-    """The rounding of a config in a few words, the one that does most; None: every number is the nearest."""
+    """The rounding of a config in a few words; of several, the most thorough. None: each number is the nearest."""
     if rounds_on_quantized_inputs(config):
         return "gptq on quantized inputs"
     return "gptq" if has_rounding(config) else None
 
 
 def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
-    """A short name of a scheme for reports: the preset's name, or its formats; the options' ``label``.
+    """A short name of a scheme for reports: the preset's name or the number formats, then kv cache and rounding.
+
+    The property ``label`` of the options gives it to users.
+
+    Args:
+        scheme: as the user wrote it.
+        config: the config that :func:`resolve_config` made of it.
 
     >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}
     >>> label(scheme, resolve_config(scheme))
@@ -577,7 +613,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
 
 
 def describe_scheme(scheme: QuantizationScheme) -> str:
-    """A scheme in a few words: ``"int8 channel weights, int8 tensor inputs"``."""
+    """A scheme in a few words, for labels, reports and errors: ``"int8 channel weights, int8 tensor inputs"``."""
     is_of_states = scheme.weights is None and quantizes_states(scheme)
     inputs = "attention states" if is_of_states else "inputs"
     words = {"weight": "weights", "input": inputs, "output": "outputs"}
@@ -588,7 +624,7 @@ def describe_scheme(scheme: QuantizationScheme) -> str:
 
 
 def describe(args: QuantizationArgs) -> str:
-    """Quantization arguments in a few words.
+    """Quantization arguments in a few words, for labels, reports and errors.
 
     >>> describe(QuantizationArgs(num_bits=4, group_size=64, symmetric=False))
     'asymmetric int4 group 64'
@@ -605,8 +641,11 @@ def describe(args: QuantizationArgs) -> str:
 
 
 def number_format(args: QuantizationArgs | None) -> str | None:
-    """``"int4"``, ``"float8"``; None: full precision."""
-    # A field left at its default is an enum member, another a string.
+    """The number format of a tensor, ``"int4"`` or ``"float8"``; None: full precision.
+
+    Engines and writers compare it with the formats that they can read or write.
+    """
+    # The field ``type`` is an enum member if it was left at its default, and a string if it was given.
     if args is None:
         return None
     return f"{QuantizationType(args.type).value}{args.num_bits}"

@@ -42,13 +42,17 @@ _FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6,
 class PlannedModule:
     """A module that will be quantized.
 
+    ``build_plan`` makes one for each module that a target selects, before any data. Calibration, engines and exports
+    read it.
+
     Attributes:
-        name: of the module in the calibrated model.
-        module: without wrappers and adapters around it.
+        name: the module's name in the calibrated model.
+        module: the module itself, without wrappers and adapters around it.
         scheme: says which of its tensors are quantized, and how.
-        states: of an attention module, ``{"q": args, "k": args, "v": args}`` or k and v only; else empty.
-        is_block: whether it is a module around others, whose output alone is quantized, and only if it is a sum of
-            quantized outputs.
+        states: the args of an attention module's states, ``{"q": args, "k": args, "v": args}`` or k and v only; empty
+            for every other module.
+        is_block: whether it is a module around others, such as a residual block. Only its output is quantized, and
+            only if the output is a sum of quantized outputs.
     """
 
     name: str
@@ -62,21 +66,25 @@ class PlannedModule:
 
     @cached_property
     def args(self) -> dict[str, QuantizationArgs]:
-        """The quantized tensors: ``{base name: args}``."""
+        """The args of each quantized tensor, by base name: ``weight``, ``input``, ``output``, ``q``, ``k`` or ``v``."""
         return dict(self.states or scheme_args(self.scheme))
 
     @property
     def is_follower(self) -> bool:
         """Whether only its output is quantized, and engines fuse it into the module that it reads from.
 
-        False for a subclass with a forward of its own, which engines may not fuse.
+        Asked while a plan is made, and while it is observed which module reads which output. False for a subclass
+        with a forward of its own, which engines may not fuse.
         """
         return self.args.keys() == {"output"} and type(self.module).forward in [kind.forward for kind in _FOLLOWERS]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be quantized of a model: made by ``build_plan`` before any data, and read until the export."""
+    """The modules of a model that will be quantized: made by ``build_plan`` before any data, and read until the export.
+
+    Finalize may take outputs out of it (:func:`drop_outputs`).
+    """
 
     config: QuantizationConfig  # the user's; its ``ignore`` also names ``left_out``
     targets: list[PlannedModule]  # the modules that will be quantized
@@ -100,7 +108,7 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
         plan: its targets are replaced. The schemes of ``names`` list them by name, because other modules of their
             class keep their outputs; for the same reason blocks and ``nn.Identity`` modules that keep theirs are
             listed by name in their scheme.
-        names: of the modules.
+        names: the modules whose outputs are taken out.
     """
     schemes: dict[int, QuantizationScheme] = {}
     for index, target in enumerate(plan.targets):
@@ -122,7 +130,10 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:
-    """A text that is equal for schemes that differ in their targets only: schemes are compared by it."""
+    """A text that is equal for schemes that differ in their targets only.
+
+    Schemes are compared by this text: those of a fused set in a plan, and those of a checkpoint that engines judge.
+    """
     return str(scheme.model_dump_json(exclude={"targets"}))
 
 
@@ -151,9 +162,10 @@ def check_own_sets(own: Sequence[Sequence[str]]) -> None:
 
 
 def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The module names that are fused: same parent, last parts in one of ``sets``, of which members may be missing.
+    """The lists of names whose modules are fused: they have one parent, and their last parts are in one of ``sets``.
 
-    A name that is in two sets belongs to the later one.
+    A set of which only some members exist is fused, too, if these are at least two. A last part that is in two sets
+    belongs to the later one. Called by ``build_plan`` for the planned modules, and by vLLM's engine for all modules.
 
     >>> find_fused(["0.k", "0.q", "0.o", "1.up", "1.gate", "2.up"], [("q", "k", "v"), ("gate", "up")])
     [['0.q', '0.k'], ['1.gate', '1.up']]
@@ -179,9 +191,10 @@ def find_fused(names: Iterable[str], sets: Sequence[Sequence[str]]) -> list[list
 
 
 def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[int, ...] | None]:
-    """The parameters that quantizing a tensor takes: ``{"weight_scale": shape}``; None: the shape is not known.
+    """The quantization parameters that one tensor of a module needs, by name: ``{"weight_scale": shape}``.
 
-    Finalize checks new parameters against them, and a checkpoint's entries are laid out by them.
+    A shape that depends on the data is None. The dict is empty where scales are computed as the model runs. Finalize
+    checks new parameters against them, and a checkpoint's entries are laid out by them.
     """
     args = target.args[base_name]
     shapes: dict[str, tuple[int, ...] | None] = {}
@@ -200,12 +213,15 @@ def expected_shapes(target: PlannedModule, base_name: str) -> dict[str, tuple[in
 def find_misfits(
     target: PlannedModule, qparams: Mapping[str, Any], bases: Collection[str] | None = None
 ) -> Iterator[str]:
-    """A message for each of ``qparams`` (``{"weight_scale": tensor}``) that is missing, unexpected or wrong.
+    """Yield a message for each parameter that is missing from ``qparams``, unexpected there, or has a wrong value.
 
     Called for parameters from elsewhere: of a saved state, of a checkpoint, and those on modules at export.
 
-    ``bases`` are the tensors (base names) whose parameters must be there, and no others; default: all that the scheme
-    quantizes.
+    Args:
+        target: the module that the parameters belong to.
+        qparams: the parameters by name, ``{"weight_scale": tensor}``.
+        bases: base names of the tensors that must have parameters; parameters of other tensors are unexpected. None:
+            all tensors that the scheme quantizes.
     """
     expected: dict[str, tuple[tuple[int, ...] | None, QuantizationArgs]] = {}
     for base_name, args in target.args.items():
@@ -234,7 +250,7 @@ def _misfit(name: str, value: Any, shape: tuple[int, ...] | None, args: Quantiza
         return f"has shape {tuple(value.shape)} instead of {tuple(shape)}"
     if name.endswith("scale"):
         return _scale_misfit(name, value, args)
-    low, high = calculate_range(args, value.device)
+    low, high = calculate_range(args, value.device)  # here it is a zero point, or a rounded weight
     wide = value.float()
     if not bool(((wide >= low) & (wide <= high)).all()):
         return f"is not from {low:g} to {high:g}"
@@ -257,7 +273,15 @@ def _scale_misfit(name: str, scale: torch.Tensor, args: QuantizationArgs) -> str
 
 
 def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -> tuple[int, ...] | None:
-    """The shape of a scale as it is stored; None where it depends on the data's shape."""
+    """The shape of a scale as it is stored; None where it depends on the data's shape.
+
+    Called by :func:`expected_shapes`, and by fine-tuning for the scales that it learns.
+
+    Args:
+        target: the module that the scale belongs to.
+        base_name: the tensor that the scale is for.
+        args: how that tensor is quantized.
+    """
     if base_name in ATTENTION:
         if args.strategy == "attn_head":
             return (count_heads(target.module)[base_name], 1, 1)
@@ -278,7 +302,7 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
 # ---------------------------------------------------------------------- the share left in float
 
 
-#: classes that are named; the others are added up
+#: how many classes a text of shares names at most; the shares of the others are added up
 _NAMED = 4
 #: what quantizes the weights of a class after all, and what a user has to expect of it
 _REMEDIES = {nn.MultiheadAttention.__name__: " (linearize_attention makes it Linears)"}
@@ -291,18 +315,19 @@ for _layer in (nn.LSTM, nn.GRU):
 def shares_in_float(
     model: nn.Module, targets: Sequence[PlannedModule], skipped: Collection[str] = ()
 ) -> dict[str, float]:
-    """The shares of the bytes of all parameters that belong to no module with a quantized weight, by class of module.
+    """How much of a model stays in float: by class of module, its share of the bytes of all parameters.
 
-    Called by the callback for the line that says what it calibrates, and by finalize for the closing line.
+    Only parameters in modules without a quantized weight count. Called by the callback for the line that says what it
+    calibrates, and when a calibration has ended, for its result.
 
     Args:
         model: the module that is calibrated; tied parameters count once.
         targets: its planned modules.
-        skipped: names of those that are left in float after all.
+        skipped: names of the planned modules that are left in float after all.
 
     Returns:
-        ``{"LSTM": 0.41, "LayerNorm": 0.01}``, the largest share first; empty where nothing is left. Each part of an
-        ``nn.MultiheadAttention`` counts as one.
+        ``{"LSTM": 0.41, "LayerNorm": 0.01}``, the largest share first; empty where nothing is left. The parameters of
+        the modules in an ``nn.MultiheadAttention`` count under that class.
     """
     quantized: set[int] = set()
     for target in targets:
@@ -333,7 +358,10 @@ def shares_in_float(
 
 
 def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
-    """The class under which a module's parameters are reported: a part of ``nn.MultiheadAttention`` counts as it."""
+    """The name of the class under which a module's parameters are reported.
+
+    For a part of an ``nn.MultiheadAttention`` it is that class.
+    """
     name = name.partition(".parametrizations.")[0]
     parent = modules.get(name.rpartition(".")[0])
     owner = parent if isinstance(parent, nn.MultiheadAttention) else modules[name]
@@ -342,7 +370,10 @@ def _owner(modules: Mapping[str, nn.Module], name: str) -> str:
 
 
 def shares_text(shares: Mapping[str, float]) -> str:
-    """The shares for a person to read: the largest ones, and the sum of the others.
+    """The shares of :func:`shares_in_float` as a text: the largest ones, and the sum of the others.
+
+    Called for the line that the callback shows before a calibration, and for the facts of its result. A class has its
+    remedy in brackets, if there is one.
 
     >>> shares_text({"Embedding": 0.34, "LayerNorm": 0.012, "ViT": 0.002, "PReLU": 0.001}), shares_text({})
     ('Embedding 34 %, LayerNorm 1 %, others <1 %', 'none')

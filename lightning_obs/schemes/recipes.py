@@ -18,11 +18,11 @@ from lightning_obs.errors import CalibrationError, likely, refuse_unknown
 
 @dataclass(frozen=True)
 class WeightChoice:
-    """How weights of one kind are quantized.
+    """How weights of one kind are quantized: a row of a :class:`Recipe`.
 
     Attributes:
-        observer: its ``name`` and hyperparameters.
-        rounding: its ``name`` and options; None: every number is the nearest.
+        observer: the ``name`` and hyperparameters of the observer that chooses the scales.
+        rounding: the ``name`` and options of the rounding; None: each weight becomes the nearest number of its format.
     """
 
     observer: Mapping[str, Any]
@@ -30,7 +30,9 @@ class WeightChoice:
 
     @classmethod
     def of(cls, value: Any) -> WeightChoice:
-        """The choice itself, or one of its fields in a dict.
+        """The choice that a user has given: ``value`` itself, or the choice of its fields in a dict.
+
+        :meth:`Recipe.of` calls it for each row of a recipe in a dict.
 
         Raises:
             CalibrationError: an unknown field, or no observer.
@@ -47,7 +49,11 @@ class WeightChoice:
 
     @property
     def weighs_tokens(self) -> bool:
-        """Whether tokens count as the model's predictions depend on them."""
+        """Whether the observer weighs each token by how much the model's predictions depend on it.
+
+        Asked before any data, because such weights need a model that can be run backward
+        (``calibration/fitted_recipe.py``).
+        """
         return bool(self.observer.get("weigh_tokens", False))
 
     def without(self, *hyperparameters: str) -> WeightChoice:
@@ -58,15 +64,18 @@ class WeightChoice:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is chosen for each kind of tensor; None: what the scheme says.
+    """The observers and roundings for each kind of tensor; None: the kind keeps what the scheme says.
+
+    :meth:`of` makes it of the option ``recipe``. ``resolve_config`` applies it to the scheme when the options are made.
+    Before data are read, a session may put a recipe in its place that the model can run (``without_...``).
 
     Attributes:
-        name: of the recipe, for messages.
-        symmetric_weights: for weights in integers of fewer than 8 bits without a zero point.
-        asymmetric_weights: for weights in integers of fewer than 8 bits with a zero point.
-        nvfp4_weights: for weights in four-bit floats with a global scale.
-        mx_weights: for weights in floats of fewer than 8 bits in groups, MX formats above all.
-        integer_inputs: the observer of inputs in integers that are not dynamic: its ``name`` and hyperparameters.
+        name: the recipe's name, for messages.
+        symmetric_weights: the choice for weights in integers of fewer than 8 bits without a zero point.
+        asymmetric_weights: the choice for weights in integers of fewer than 8 bits with a zero point.
+        nvfp4_weights: the choice for weights in four-bit floats with a global scale.
+        mx_weights: the choice for weights in floats of fewer than 8 bits in groups, MX formats above all.
+        integer_inputs: the observer of inputs in integers with one calibrated scale: its ``name`` and hyperparameters.
     """
 
     name: str
@@ -78,7 +87,9 @@ class Recipe:
 
     @classmethod
     def of(cls, value: str | Mapping[str, Any] | Recipe) -> Recipe:
-        """The recipe of a name, or of its fields in a dict.
+        """The recipe that a user has given: by its name, by its fields in a dict, or as it is.
+
+        Called when the options are made, and again wherever they are read.
 
         Raises:
             CalibrationError: an unknown name or field.
@@ -105,7 +116,11 @@ class Recipe:
         return cls(**choices)
 
     def for_weights(self, group: QuantizationScheme) -> WeightChoice | None:
-        """The choice for the weights of a group of a scheme; None: the scheme's own."""
+        """The choice for the weights of a group of a scheme; None: they keep the scheme's own observer.
+
+        ``resolve_config`` calls it when the options are made; a session asks it again for each planned module, to see
+        what the recipe needs.
+        """
         weights = group.weights
         if weights is None:
             return None
@@ -127,14 +142,18 @@ class Recipe:
         return self.mx_weights if weights.strategy == QuantizationStrategy.GROUP else None
 
     def for_inputs(self, inputs: QuantizationArgs | None) -> Mapping[str, Any] | None:
-        """The observer for the inputs of a group of a scheme; None: the scheme's own."""
+        """The observer for the inputs of a group of a scheme; None: they keep the scheme's own.
+
+        ``resolve_config`` calls it when the options are made. Only inputs in integers with one calibrated scale for the
+        whole tensor have a choice.
+        """
         if inputs is None or inputs.dynamic is True or inputs.type != QuantizationType.INT:
             return None
         counts_values = inputs.strategy == QuantizationStrategy.TENSOR
         return self.integer_inputs if counts_values else None
 
     def with_weights(self, change: Callable[[WeightChoice], WeightChoice]) -> Recipe:
-        """The recipe with ``change(choice)`` in place of each choice for weights."""
+        """A copy with ``change(choice)`` in place of each choice for weights; called by the ``without_...`` methods."""
         changes: dict[str, Any] = {}
         for name in _WEIGHTS:
             choice = getattr(self, name)
@@ -143,24 +162,35 @@ class Recipe:
         return replace(self, **changes)
 
     def without_token_weights(self) -> Recipe:
-        """The recipe for models that cannot be run backward: all tokens count alike."""
+        """The recipe for models that cannot be run backward: all tokens count alike.
+
+        Called before any data for such a model, and for every calibration layer by layer.
+        """
         return self.with_weights(lambda choice: choice.without("weigh_tokens"))
 
     def without_rounding(self) -> Recipe:
-        """The recipe for weights that are trained: scales alone are chosen, and by tokens that count alike."""
+        """The recipe for weights that are trained: it chooses scales but no rounding, and all tokens count alike.
+
+        :class:`~lightning_obs.QuantizationAwareTraining` calls it when it is made, if it trains weights.
+        """
         return self.without_token_weights().with_weights(lambda choice: replace(choice, rounding=None))
 
     def without_data(self) -> Recipe:
-        """The recipe for weights whose inputs cannot be observed: those of ``fast``."""
+        """The recipe with the choices for weights of ``fast``, which need no data.
+
+        Called before any data, where the inputs of some weight cannot be used for rounding, or their products do not
+        fit in memory.
+        """
         return replace(self, **{name: getattr(RECIPES["fast"], name) for name in _WEIGHTS})
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields as plain dicts, as ``configs/recipe/`` has them."""
+        """All fields as plain dicts, in the form of the files in ``configs/recipe/``; tests compare the two."""
         return asdict(self)
 
 
 RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
 
+#: the fields of a recipe that are choices for weights
 _WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights", "mx_weights")
 _ROUNDING = {"name": "gptq"}
 
@@ -186,6 +216,7 @@ RECIPES = {
 
 
 def _names_of(owner: type) -> list[str]:
+    # the names of a dataclass's fields
     return [field.name for field in fields(owner)]
 
 
