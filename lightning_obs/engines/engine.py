@@ -60,10 +60,13 @@ class Hardware:
         return f" to {self.last / 10:.1f}"
 
     def and_(self, second: Hardware) -> Hardware:
-        """The hardware that fulfils both; :meth:`Engine.check` calls it for one module after the other."""
+        """The hardware that runs both what ``self`` runs and what ``second`` runs.
+
+        :meth:`Engine.check` calls it for one module after the other.
+        """
         cpu = ""
         if self.cpu and second.cpu:
-            cpu = max(self.cpu, second.cpu, key=len)  # "CPU with AMX" asks for more than "CPU"
+            cpu = max(self.cpu, second.cpu, key=len)  # the longer text asks for more: "CPU with AMX", "CPU"
         if self.cuda is None or second.cuda is None:
             return Hardware(None, cpu)
         cuda = max(self.cuda, second.cuda)
@@ -78,19 +81,25 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Verdict:
-    """An engine's answer about a checkpoint that is not written yet."""
+    """An engine's answer about a checkpoint that is not written yet.
 
-    loads: bool  # whether the engine loads it and gives the calibrated model
-    text: str = ""  # if it loads: the hardware that runs it, or nothing; else the whole error message
-    what: str = ""  # if it does not load: the reason in one clause, without module names and remedy
+    :func:`ask_engines` makes it before any data. The summary of the plan and the last lines of a run show it.
+    """
+
+    loads: bool  # whether the engine loads the checkpoint, with the numbers of the calibrated model
+    text: str = ""  # if it loads the checkpoint: the hardware that runs it, or nothing; else the whole error message
+    what: str = ""  # if it does not load the checkpoint: the reason in one clause, without module names and remedy
 
 
 @dataclass(frozen=True)
 class PlannedCheckpoint:
-    """What engines are asked about: a checkpoint that will be written.
+    """A checkpoint that will be written, for the questions to engines.
+
+    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate. Only
+    :func:`ask_engines` and the methods of :class:`Engine` read it.
 
     Attributes:
-        model: holds the modules.
+        model: the module that is calibrated; it holds the targets.
         targets: the modules that will be quantized.
         own_sets: the user's ``fused_sets``, attribute names under one parent, beside those of the engine.
     """
@@ -101,7 +110,7 @@ class PlannedCheckpoint:
 
     @property
     def modules(self) -> list[PlannedModule]:
-        """The targets whose weights or inputs are quantized: all but attention modules, whose states are."""
+        """The targets without attention modules whose states (q, k, v) are quantized."""
         return [target for target in self.targets if not target.states]
 
     @property
@@ -111,7 +120,7 @@ class PlannedCheckpoint:
 
     @property
     def target_names(self) -> set[str]:
-        """The names of all targets."""
+        """The names of all targets, attention modules among them."""
         return {target.name for target in self.targets}
 
     @property
@@ -125,8 +134,8 @@ class Engine:
     """An inference engine. The base class takes every checkpoint: ``engines="unchecked"``.
 
     An engine that takes schemes by a table is a :class:`~lightning_obs.engines.families.FamilyEngine`.
-    :func:`ask_engines` calls ``check`` and ``remarks``; ``check`` calls ``takes`` for each module. ``config_names`` and
-    ``matches_class`` are called while a checkpoint's config is written (``checkpoint/export.py``).
+    :func:`ask_engines` calls ``check`` and ``remarks`` before any data; ``check`` calls ``takes`` for each module.
+    ``config_names`` and ``matches_class`` are called while a checkpoint's config is written (``checkpoint/export.py``).
     """
 
     name: ClassVar[str] = "unchecked"  # as people write it; the key of the engine's verdict
@@ -139,7 +148,10 @@ class Engine:
 
     @staticmethod
     def register(name: str) -> Callable[[type[_E]], type[_E]]:
-        """A decorator for a subclass, of which it makes the one object that ``engines=[name]`` stands for."""
+        """A decorator for a subclass: it makes one object of the class and puts it into :data:`ENGINES` under ``name``.
+
+        ``engines=[name]`` then stands for that object.
+        """
 
         def add(engine: type[_E]) -> type[_E]:
             ENGINES[name] = engine()
@@ -149,6 +161,8 @@ class Engine:
 
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
         """The hardware that runs one module in its scheme; None: not known.
+
+        :meth:`check` calls it for each target.
 
         Args:
             target: the module and its scheme.
@@ -161,6 +175,8 @@ class Engine:
 
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
         """The hardware that runs the whole checkpoint; None: not known. A subclass adds rules about several modules.
+
+        :func:`ask_engines` calls it before any data; :func:`~lightning_obs.sensitivity` calls it for each candidate.
 
         Raises:
             CalibrationError: the engine does not take the checkpoint, and why.
@@ -186,11 +202,14 @@ class Engine:
         return iter(())
 
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
-        """By module name, the name under which the engine looks the module up in a checkpoint's quantization config."""
+        """By module name, the name under which the engine looks the module up in a checkpoint's quantization config.
+
+        Called for every engine while an export writes the config. Here each module has its own name.
+        """
         return {name: name for name in names}
 
     def matches_class(self, model: nn.Module, module: nn.Module) -> bool:
-        """Whether the config may target a module by its class.
+        """Whether the config may target a module by its class; asked while an export writes the config.
 
         False: the engine has a module of another class in its place, so the config has to list the module's name.
         """
@@ -203,10 +222,12 @@ ENGINES: dict[str, Engine] = {}
 
 
 def engine_of(name: str) -> Engine:
-    """The engine of this name, as ``engines`` has it; called by the options and by :func:`~lightning_obs.sensitivity`.
+    """The engine of this name, as the option ``engines`` has it.
+
+    Called when options are made and read, and by :func:`~lightning_obs.sensitivity` for its own ``engines``.
 
     Raises:
-        CalibrationError: there is none.
+        CalibrationError: there is no engine of this name.
     """
     engines = {**ENGINES, "unchecked": Engine()}
     require_choice("engines", name, engines)
@@ -216,18 +237,21 @@ def engine_of(name: str) -> Engine:
 def ask_engines(
     planned: PlannedCheckpoint, target: Engine, further_engines: Collection[Engine] = ()
 ) -> dict[str, Verdict]:
-    """Ask every engine once: the verdict of each by its name.
+    """Ask the engines whether they load a checkpoint, and show their remarks as warnings.
 
-    Called when the modules of a session are planned, before any data. Only the target is asked about a model that is
-    not of transformers.
+    Called when the modules of a session are planned, before any data. About a model that is not of transformers, only
+    the target and the further engines are asked.
 
     Args:
         planned: the checkpoint.
-        target: the engine that it is written for.
-        further_engines: the others that the user has named; they have to take it, too.
+        target: the engine that the checkpoint is written for.
+        further_engines: the other engines that the user has named; they must take the checkpoint, too.
+
+    Returns:
+        The verdict of each engine that a run reports, by the engine's name.
 
     Raises:
-        CalibrationError: the target, or one of the further engines, does not take it.
+        CalibrationError: the target, or one of the further engines, does not take the checkpoint.
     """
     hardware = target.check(planned)
     if hardware == Hardware():
@@ -249,7 +273,7 @@ def ask_engines(
 
 
 def _verdict(engine: Engine, planned: PlannedCheckpoint) -> Verdict:
-    """The answer of an engine that the user has not named: its error becomes part of the verdict."""
+    """The verdict of an engine that the user has not named; an error of its check becomes part of the verdict."""
     try:
         hardware = engine.check(planned)
     except CalibrationError as error:

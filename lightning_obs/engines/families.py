@@ -30,7 +30,9 @@ REMEDY = (
 
 
 def fits(numbers: str, *strategies: str, **fields: Any) -> Fits:
-    """A predicate that tells whether quantization arguments fit, for a row of :class:`Family`; None never fits.
+    """Make a predicate that tells whether quantization arguments fit, for a row of :class:`Family`; None never fits.
+
+    Called when the tables of engines are made. :meth:`FamilyEngine.family_of` calls the predicates.
 
     Args:
         numbers: the number formats that fit, separated by spaces (``"int4 int8"``).
@@ -84,13 +86,16 @@ DYNAMIC = fits("int4 int8 float8", "token", "tensor", "group", dynamic=True)
 class Family:
     """Schemes that an engine runs with the same kernels: a row of its table.
 
+    The tables are in the engines' files (``vllm.py``); :class:`FamilyEngine` reads them when it is asked about a
+    checkpoint.
+
     Attributes:
-        name: of the schemes, for the reader of the table.
-        weights: tells whether the arguments of weights are of this family.
-        inputs: the same for inputs.
+        name: a name of the schemes, for the reader of the table.
+        weights: a predicate that tells whether the arguments of weights are of this family.
+        inputs: a predicate that tells whether the arguments of inputs are of this family.
         linear: the hardware that runs Linear modules.
         experts: the hardware that runs experts; None: the engine refuses them.
-        differs: how the engine's arithmetic differs from the scheme's; a remark to the user. Empty: it does not.
+        differs: how the engine's arithmetic differs from the scheme's, as a remark to the user; empty: it does not.
         signed: whether the engine reads negative scales of weights correctly.
     """
 
@@ -104,16 +109,19 @@ class Family:
 
 
 class FamilyEngine(Engine):
-    """An engine of transformers' models that loads the schemes of a table; a subclass is an engine."""
+    """An engine of transformers' models that loads the schemes of a table; a subclass is an engine.
+
+    ``ask_engines`` calls ``check`` and ``remarks`` before any data, and ``check`` calls ``takes`` for each module.
+    """
 
     release: ClassVar[str]  # the engine and the version whose source the table was read from
     families: ClassVar[Sequence[Family]]  # the table, in the order in which the engine tries kernels
     stored: ClassVar[tuple[type[nn.Module], ...]] = (nn.Linear,)  # the kinds of modules that it loads quantized
-    remarks_on_others = False
+    remarks_on_others = False  # a subclass speaks only where the checkpoint is written for it
     states: ClassVar[Hardware | None] = None  # the hardware that runs a quantized kv cache; None: it is refused
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
-        """The first family that a scheme fits; None: the engine refuses it."""
+        """The first family of the table that a scheme fits; None: it fits none, and the engine refuses it."""
         if scheme.output_activations is not None:
             return None
         for family in self.families:
@@ -123,7 +131,11 @@ class FamilyEngine(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        """As :meth:`.Engine.check`; refuses other models, other kinds of modules, and a kv cache without hardware."""
+        """The hardware that runs the whole checkpoint (:meth:`.Engine.check`); None: not known.
+
+        Refuses models that are not of transformers, modules of kinds that the engine does not load quantized, and a
+        quantized kv cache if no hardware of the engine runs one.
+        """
         if not is_transformers_model(planned.model):
             kind = type(planned.model).__name__
             raise CalibrationError(f"{self.name} does not load a {kind}", expected="a model of transformers")
@@ -143,7 +155,11 @@ class FamilyEngine(Engine):
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
-        """As :meth:`.Engine.takes`: the hardware of the module's family; a scheme of no family is refused."""
+        """The hardware that runs one module in its scheme; :meth:`.Engine.check` calls it for each target.
+
+        Refuses a scheme that fits no family, experts in a family that runs none, and observers with negative scales in
+        a family that reads them wrongly.
+        """
         if target.states:
             return self.states
         family = self.family_of(target.scheme)
@@ -167,7 +183,10 @@ class FamilyEngine(Engine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """As :meth:`.Engine.remarks`: how its arithmetic differs from the scheme, and in which modules."""
+        """Yield how the engine's arithmetic differs from the scheme, and in which modules; ``ask_engines`` warns of it.
+
+        Called once ``check`` has accepted the checkpoint.
+        """
         names_by_difference: dict[str, list[str]] = {}
         for target in planned.targets:
             family = None if target.states else self.family_of(target.scheme)

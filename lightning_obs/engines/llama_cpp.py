@@ -43,7 +43,11 @@ class LlamaCpp(FamilyEngine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        """As :meth:`.Engine.check`; refuses several schemes and a quantized kv cache, unless all weights are NVFP4."""
+        """The hardware that runs the whole checkpoint; ``ask_engines`` calls it before any data.
+
+        Beside what the base class refuses, refuses several schemes and a quantized kv cache, unless all weights are
+        NVFP4.
+        """
         hardware = super().check(planned)
         modules = planned.modules
         if modules and all(fit.NVFP4(target.scheme.weights) for target in modules):

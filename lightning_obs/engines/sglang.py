@@ -24,7 +24,7 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 _AMPERE = Hardware(80)
 _ADA = Hardware(89)
-#: sgl-kernel multiplies int8 by kernels for these capabilities only
+#: the hardware that runs int8: sgl-kernel has kernels for these compute capabilities only
 _INT8 = Hardware(80, last=90)
 _WEIGHTS_ONLY = "below CUDA capability {} SGLang does not quantize the inputs, although the scheme does"
 _FP8_DYNAMIC = fits("float8", "token", "tensor", "group", dynamic=True)
@@ -34,7 +34,7 @@ _BELOW_100 = _WEIGHTS_ONLY.format("10.0")
 
 @Engine.register("sglang")
 class SGLang(VLLM):
-    """SGLang: weights of 4 and 8 bits by Marlin, FP8, int8 and NVFP4."""
+    """SGLang: it loads weights of 4 and 8 bits (by Marlin), FP8, int8 and NVFP4."""
 
     name = "SGLang"
     release = "SGLang 0.5.23"
@@ -56,7 +56,10 @@ class SGLang(VLLM):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        """As :meth:`.Engine.check`; refuses quantized queries, too."""
+        """The hardware that runs the whole checkpoint; ``ask_engines`` calls it before any data.
+
+        Beside what vLLM's class refuses, refuses quantized queries.
+        """
         refuse(
             [target.name for target in planned.targets if "q" in target.states],
             f"{self.release} cannot read a config that quantizes q",
@@ -66,7 +69,10 @@ class SGLang(VLLM):
 
     @override
     def takes(self, target: PlannedModule, is_expert: bool) -> Hardware | None:
-        """As :meth:`.Engine.takes`; refuses a kv cache with a scale per head, too."""
+        """The hardware that runs one module in its scheme; the base's ``check`` calls it for each target.
+
+        Beside what the base refuses, refuses a kv cache with a scale per head.
+        """
         if any(args.strategy != "tensor" for args in target.states.values()):
             raise CalibrationError(
                 f"{self.release} ignores a kv cache that has more than one scale for k and one for v",

@@ -40,10 +40,13 @@ _DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensor
 
 @Engine.register("transformers")
 class Transformers(Engine):
-    """``from_pretrained(folder)``; a model that is not of transformers is loaded by ``load_checkpoint``."""
+    """transformers, which loads a checkpoint by ``from_pretrained(folder)``; other models' are for ``load_checkpoint``.
+
+    ``ask_engines`` calls ``check`` before any data; it names no hardware, since transformers computes on any.
+    """
 
     name = "transformers"
-    dequantize: ClassVar[bool] = False
+    dequantize: ClassVar[bool] = False  # whether the weights are loaded in full precision
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
@@ -110,7 +113,12 @@ def _dequantizes_while_loading() -> bool:
 
 
 def _check_initializer(model: nn.Module, packed: Collection[str]) -> None:
-    """Refuse packed weights of a model that initializes weights while it loads."""
+    """Refuse packed weights if the model's class reads weights to initialize others while it loads.
+
+    Args:
+        model: that is calibrated.
+        packed: names of the modules whose weights will be stored packed, so that they have no ``weight`` then.
+    """
     fault = initializer_fault(model, packed)
     if fault is None:
         return
@@ -138,7 +146,11 @@ def _owners(tensor_names: Iterable[str]) -> list[str]:
 
 
 def _check_dequantized(planned: PlannedCheckpoint, in_transformers: bool) -> None:
-    """Refuse attention states, converted weights, several schemes, and zero points in one packed row."""
+    """Refuse what transformers cannot load with ``dequantize=True``.
+
+    That is attention states and, in a model of transformers, converted weights, several schemes, and 4-bit zero points
+    that fit into one packed row.
+    """
     refuse(
         planned.attention_names,
         "transformers drops the quantization of attention states and the kv cache when it dequantizes",
@@ -342,7 +354,7 @@ def _check_expert(target: PlannedModule, dequantize: bool) -> None:
 
 
 def _loads_expert(target: PlannedModule, weights: QuantizationArgs, stored: str) -> bool:
-    """Whether the loader of experts reads a weight in a format of compressed-tensors (``stored``)."""
+    """Whether transformers' loader of experts reads a weight in a format of compressed-tensors (``stored``)."""
     if stored in ("float-quantized", "naive-quantized"):
         return number_format(weights) == "float8" and weights.strategy in ("tensor", "channel")
     if stored in ("mxfp4-pack-quantized", "mxfp6-pack-quantized"):

@@ -70,17 +70,23 @@ FAMILIES = (
 
 @Engine.register("vllm")
 class VLLM(FamilyEngine):
-    """vLLM: schemes by family, fused sets and the experts of a layer as a whole, names of the stored tensors."""
+    """vLLM: it loads the schemes of :data:`FAMILIES`, and fused sets and the experts of a layer as a whole only.
+
+    It looks modules up by the names of the stored tensors.
+    """
 
     name = "vLLM"
     release = "vLLM 0.32"
     families: ClassVar[Sequence[Family]] = FAMILIES
-    remarks_on_others = True  # it is where most checkpoints go in the end
+    remarks_on_others = True  # most checkpoints are loaded by vLLM in the end
     states = _CPU  # runs a quantized kv cache
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        """As :meth:`.Engine.check`; refuses encoder-decoders of text and what :meth:`_refusals` names, too."""
+        """The hardware that runs the whole checkpoint; ``ask_engines`` calls it before any data.
+
+        Beside what the base class refuses, refuses encoder-decoders of text and whatever :meth:`_refusals` yields.
+        """
         config = getattr(planned.model, "config", None)
         reads_text = getattr(planned.model, "main_input_name", "") == "input_ids"
         if getattr(config, "is_encoder_decoder", False) and reads_text:
@@ -95,7 +101,12 @@ class VLLM(FamilyEngine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """As :meth:`.Engine.remarks`; of a checkpoint for another engine also why vLLM would refuse it."""
+        """Yield texts that ``ask_engines`` shows as warnings, for a checkpoint that is loaded without an error.
+
+        For a checkpoint that is written for another engine: why vLLM would refuse it. For a checkpoint that is written
+        for vLLM: how its arithmetic differs from the scheme. For both: targets by which vLLM does not find quantized
+        queries.
+        """
         if not is_target:
             for refusal in self._refusals(planned):
                 yield str(refusal)
@@ -117,19 +128,26 @@ class VLLM(FamilyEngine):
 
     @override
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
-        """As :meth:`.Engine.config_names`: the modules' names in files, where ``save_pretrained`` renames them back.
+        """By module name, the name under which vLLM looks the module up in a config: its name in the files.
 
-        transformers may have renamed modules while it loaded the model.
+        An export calls it while it writes the config. transformers may have renamed modules while it loaded the model;
+        ``save_pretrained`` takes that back.
         """
         return names_in_files(model, names)
 
     @override
     def matches_class(self, model: nn.Module, module: nn.Module) -> bool:
-        """vLLM's output embedding is not a Linear."""
+        """Whether the config may target a module by its class; asked while an export writes the config.
+
+        Not the output embedding, which is no Linear in vLLM.
+        """
         return module is not getattr(model, "get_output_embeddings", lambda: None)()
 
     def _refusals(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
-        """Refusals that depend on the choice of modules or on the format of the kv cache, not on the scheme."""
+        """Yield the errors of modules that vLLM loads only together, and of the kv cache's format.
+
+        None depends on the scheme. ``check`` raises the first one; ``remarks`` shows all of them as warnings.
+        """
         together = "target or ignore them together."
         cache_formats = _refused_cache_formats(planned)
         if cache_formats:
@@ -167,7 +185,7 @@ class VLLM(FamilyEngine):
 
 
 def _refused_cache_formats(planned: PlannedCheckpoint) -> dict[str, str]:
-    """By attention module, the format of its kv cache where vLLM does not load it."""
+    """By name of an attention module, the format of its kv cache, where vLLM does not load this format."""
     formats: dict[str, str] = {}
     for target in planned.targets:
         for args in target.states.values():
@@ -192,7 +210,10 @@ def _split_sets(planned: PlannedCheckpoint, fused_sets: FusedSets) -> list[str]:
 
 
 def _quantized_gates(model: nn.Module, planned: Container[str]) -> list[str]:
-    """Modules that will be quantized and look like routers or gates of experts."""
+    """The names of Linears that will be quantized and look like routers or gates of experts.
+
+    Such a Linear is beside experts, and has one output (a gate) or one for each expert (a router).
+    """
     gates: list[str] = []
     for name, experts in expert_containers(model).items():
         for gate_name, module in modules_beside(model, name):
