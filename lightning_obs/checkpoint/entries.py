@@ -47,12 +47,16 @@ Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 
 
 class Entry(NamedTuple):
-    """A tensor of a checkpoint, or some of its rows, on the way from its module to the writer of the files."""
+    """A tensor of a checkpoint, or some of its rows, on the way from its module to the writer of the files.
+
+    :func:`module_entries` and :func:`store` make it while a checkpoint is written; their callers write it at once.
+    """
 
     #: the name of the tensor, in its module or in the state dict
     name: str
+    #: the tensor, or consecutive rows (items of its first dimension)
     rows: torch.Tensor
-    #: which row of the tensor is the first of ``rows``
+    #: the index, in the tensor, of the first of ``rows``
     first: int = 0
 
 
@@ -69,10 +73,11 @@ class _OwnTensors(NamedTuple):
 def stored_layout(model: nn.Module) -> Tensors:
     """Every tensor of the model's checkpoint as a meta tensor, by its name in the state dict; no data are read.
 
-    The report and the choice of schemes also call this, for the size of a checkpoint that is not written.
+    :class:`StoredTensors` calls it before a checkpoint is written. The report, the choice of schemes and the
+    calibration layer by layer also call it, for sizes.
 
     Args:
-        model: with the qparams that it will be stored with, meta tensors perhaps.
+        model: the model, with the qparams that it will be stored with; these may be meta tensors.
 
     Raises:
         CalibrationError: a module cannot be compressed as its scheme says.
@@ -94,7 +99,7 @@ def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors
     Args:
         module: calibrated or not.
         keys: the names of its tensors that are in the state dict.
-        name: of the module, for errors.
+        name: the module's name in the model, for errors.
     """
     entries = {}
     for key in keys:
@@ -129,7 +134,8 @@ def meta_qparams(target: PlannedModule) -> Tensors:
 def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exception | None:
     """Compress a model for its export: give the tensors of its checkpoint to ``put``, one module after the other.
 
-    If weights are sharded, every rank must call this, with the same ``layout``.
+    ``export_checkpoint`` calls it once the files are laid out. If weights are sharded, every rank must call this, with
+    the same ``layout``.
 
     Args:
         model: a calibrated model.
@@ -165,7 +171,7 @@ def store(model: nn.Module, layout: Container[str], put: Put | None) -> Exceptio
 
 
 class _Output:
-    """Gives the entries of :func:`store` to ``put`` until the first failure.
+    """Gives the entries of :func:`store` to ``put`` until the first failure; a call of ``store`` makes one.
 
     Args:
         layout: the names of the tensors that are wanted.
@@ -193,7 +199,7 @@ class _Output:
         """Give a module's entries to ``put``, under each of its names.
 
         Args:
-            entries: of the module; a weight is compressed here, while they are read.
+            entries: the module's entries; a weight is compressed here, while they are read.
             prefixes: precede the entries' names in the state dict; several for a module that is used twice.
         """
         if self._put is None or self.failure is not None:
@@ -217,10 +223,10 @@ def module_entries(module: nn.Module) -> Iterable[Entry]:
 
 
 def _gathered_entries(module: nn.Module, keys: Iterable[str]) -> Iterable[Entry]:
-    """A module's own entries, of its tensors ``keys`` and, if it was calibrated, its qparams.
+    """A module's own entries: those of its tensors ``keys`` and, if it was calibrated, of its qparams.
 
-    Sharded tensors are gathered here, so every rank must call this. A weight is compressed later, while the entries
-    are read.
+    A bias is rounded where engines add it as an integer (:func:`.bias_step`). Sharded tensors are gathered here, so
+    every rank must call this. A weight is compressed later, while the entries are read.
     """
     tensors = Tensors()
     for key in keys:
@@ -267,7 +273,8 @@ def _keys_in(state: Container[str], module: nn.Module, prefix: str) -> list[str]
 class StoredTensors:
     """The tensors of a model's checkpoint, by their names in the state dict and in the files, and how they are written.
 
-    :func:`~lightning_obs.export_checkpoint` writes by :meth:`put` and :meth:`finish`; ``streaming/`` reads the names.
+    :func:`~lightning_obs.export_checkpoint` makes one, and writes by :meth:`put` and :meth:`finish`. ``streaming/``,
+    which quantizes a checkpoint from its files, makes one for the names and shapes only.
 
     Args:
         model: a calibrated model, or a model without qparams. No data are read.
@@ -295,11 +302,13 @@ class StoredTensors:
     def put(self, writer: TensorWriter, name: str, rows: torch.Tensor, first: int, copy: bool) -> None:
         """Write rows of a tensor, or keep them for :meth:`finish` if they have to be converted.
 
+        ``export_checkpoint`` calls it for each block of rows that :func:`store` has compressed.
+
         Args:
-            writer: of the files.
+            writer: the writer of the files.
             name: the tensor's name in the state dict.
-            rows: from ``first`` on; blocks of a tensor come in order.
-            first: the number of the first row.
+            rows: the rows from ``first`` on; blocks of a tensor come in order.
+            first: the index of the first row.
             copy: whether the memory of ``rows`` is used for something else after the call.
         """
         if name in self.renamed:
@@ -308,7 +317,10 @@ class StoredTensors:
             self._to_convert.setdefault(name, []).append(rows.detach().to("cpu", copy=copy))
 
     def finish(self, writer: TensorWriter) -> None:
-        """Convert and write the tensors that :meth:`put` kept: the last step of an export.
+        """Convert and write the tensors that :meth:`put` kept: the last step of an export's tensors.
+
+        Args:
+            writer: the writer of the files.
 
         Raises:
             CalibrationError: a tensor, or some of its rows, was not written.
@@ -331,7 +343,7 @@ class StoredTensors:
 
 
 def _without_unsaved(model: Any, entries: Mapping[str, torch.Tensor]) -> Tensors:
-    """The entries that transformers saves: each tied tensor once, without the tensors that its class leaves out."""
+    """The entries that transformers saves: each tied tensor once, without those that the model's class leaves out."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
     # transformers recognizes tied tensors by their addresses, which meta tensors do not have.
@@ -353,8 +365,8 @@ def _without_unsaved(model: Any, entries: Mapping[str, torch.Tensor]) -> Tensors
 
 #: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
 _ELEMENTS_AT_ONCE = 1 << 18
-#: by format, the bits at which codes are computed here: compressed-tensors takes many passes, or rounds otherwise on a
-#: GPU
+#: by format, the number of bits for which codes are computed in this file. compressed-tensors would take many passes
+#: over a weight, or round some weights otherwise on a GPU
 _BITS_COMPUTED_HERE = {
     "int-quantized": 8,
     "float-quantized": 8,
@@ -366,7 +378,10 @@ _BITS_COMPUTED_HERE = {
 
 
 def compressor_of(scheme: QuantizationScheme) -> Any:
-    """Return compressed-tensors' compressor of a scheme's format; ``load.py`` decompresses with it."""
+    """Return compressed-tensors' compressor of a scheme's format.
+
+    Called here to compress a module that is exported, and in ``load.py`` to decompress a module that is loaded.
+    """
     return BaseCompressor.get_value_from_registry(CompressionFormat(scheme.format).value)
 
 
@@ -455,7 +470,7 @@ def _matrix_rows_per_entry_row(scheme: QuantizationScheme) -> dict[str, int]:
 
 
 def _blocks_of_rows(matrix: torch.Tensor, rows_per_scale: int) -> Iterator[tuple[int, int]]:
-    """Yield the first row of each block of a matrix, and the row after its last.
+    """Yield, for each block of rows of a matrix, the index of its first row and the index after its last row.
 
     Args:
         matrix: to cut into blocks of about ``_ELEMENTS_AT_ONCE`` elements.
@@ -472,9 +487,9 @@ def _rows_of(entries: Tensors, start: int, stop: int, heights: Mapping[str, int]
 
     Args:
         entries: of the whole matrix.
-        start: its first row to take.
-        stop: the row after the last.
-        heights: of :func:`_matrix_rows_per_entry_row`; an entry without rows to cut is taken whole.
+        start: the matrix's first row to take.
+        stop: the row after the last row to take.
+        heights: the result of :func:`_matrix_rows_per_entry_row`; an entry without rows to cut is taken whole.
     """
     rows = {}
     for name, value in entries.items():
@@ -490,7 +505,8 @@ def _compress(tensors: Tensors, scheme: QuantizationScheme) -> Tensors:
     """The stored entries of a matrix, or of some of its rows; a bias and the like stay as they are.
 
     Args:
-        tensors: ``weight`` as a matrix, qparams, perhaps the integers that a rounding chose (``ROUNDED``), and others.
+        tensors: ``weight`` as a matrix, qparams, other tensors of the module (a bias), and, if a rounding chose the
+            weight's numbers, these numbers (``ROUNDED``).
         scheme: how the matrix is quantized.
     """
     entries = dict(tensors)
@@ -553,7 +569,7 @@ def _with_codes(entries: Tensors, codes: torch.Tensor, scheme: QuantizationSchem
     elif args.type == QuantizationType.FLOAT:
         entries["weight_packed"] = pack_nibbles(codes)
     else:
-        from_lowest = codes.bitwise_xor_(8)  # int4 is stored as its distance from -8
+        from_lowest = codes.bitwise_xor_(8)  # int4 is stored as its distance from -8, which is its lowest number
         entries["weight_packed"] = pack_nibbles(from_lowest).view(torch.int32)
         entries["weight_shape"] = torch.tensor(codes.shape)
     if hasattr(compressor, "_compress_scale"):

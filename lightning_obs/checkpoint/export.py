@@ -152,7 +152,10 @@ def _raised_on_all(ranks: Collectives | None) -> AbstractContextManager[Any]:
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:
-    """Raise a CalibrationError for weights that are computed from other tensors, and cannot be stored as they are."""
+    """Raise a CalibrationError for weights that cannot be stored as they are.
+
+    They are computed from other tensors, or have LoRA adapters that cannot be merged into them.
+    """
     computed = []
     for name, module in calibrated_modules(model):
         if "weight" in vars(module):  # a plain attribute, not a parameter
@@ -211,7 +214,7 @@ def _warn_if_not_smaller(model: nn.Module, entries: Mapping[str, torch.Tensor]) 
     """Warn if the checkpoint of a model with quantized weights takes no fewer bytes than the model.
 
     Args:
-        model: in full precision.
+        model: the calibrated model, whose own tensors are in full precision.
         entries: a meta tensor of each stored tensor, by its name in the state dict.
     """
     if not any(_quantizes_weight(module) for _, module in calibrated_modules(model)):
@@ -243,11 +246,11 @@ def _write_tensors(
 
     Args:
         model: a calibrated model.
-        writer: of the checkpoint's files; None on ranks that only help to gather.
-        stored: which tensors are written.
-        ranks: that share the weights; None: this process has them all.
+        writer: the writer of the checkpoint's files; None on ranks that only help to gather.
+        stored: the tensors that are written.
+        ranks: the ranks that share the weights; None: this process has all weights.
     """
-    small_entries: list[Entry] = []  # on an accelerator, which one transfer brings to the host
+    small_entries: list[Entry] = []  # entries on an accelerator; one transfer brings all of them to the host
 
     def put(name: str, rows: torch.Tensor, first: int) -> None:
         """Write rows of a tensor from ``first`` on, or keep small ones; :func:`store` calls this."""
@@ -301,11 +304,12 @@ def write_quantization_config(
 ) -> None:
     """Add the quantization config of a calibrated model to ``config.json`` in a checkpoint's folder.
 
-    Every export calls this, of a model in memory or from files.
+    Called once the tensors are written: by ``export_checkpoint`` for a model in memory, and by ``streaming/`` for a
+    checkpoint that is quantized from its files.
 
     Args:
-        model: a calibrated model; from files, with the meta tensors of the qparams.
-        folder: the checkpoint.
+        model: a calibrated model; when it is quantized from files, its qparams are meta tensors.
+        folder: the checkpoint's folder.
         tensors: names of the model's tensors in the checkpoint's files.
         unknown: names of further tensors there, in full precision, that the model's class does not know.
     """
@@ -346,7 +350,7 @@ def _ignored_names(
     """The config's ``ignore``: modules in full precision, under every name that a reader looks up.
 
     Args:
-        config: from compressed-tensors.
+        config: the config that compressed-tensors made of the modules' schemes.
         model: a calibrated model.
         tensors: names of the model's tensors in the checkpoint's files.
         engines: readers that may look up names of their own.
@@ -374,7 +378,7 @@ def _targeted_in_float(config: QuantizationConfig, model: nn.Module, calibrated:
     subclasses and patterns, too.
 
     Args:
-        config: from compressed-tensors.
+        config: the config that compressed-tensors made of the modules' schemes.
         model: a calibrated model.
         calibrated: its quantized modules by name.
     """
@@ -395,7 +399,7 @@ def _stored_in_float(tensors: Set[str], modules: Mapping[str, nn.Module]) -> lis
 
     Args:
         tensors: names of the model's tensors in the checkpoint's files.
-        modules: of the model, by name.
+        modules: the model's modules, by name.
     """
     names = set()
     for tensor in tensors:
@@ -453,7 +457,7 @@ def _patterns_of_unknown(unknown: Set[str], known_modules: Iterable[str]) -> lis
 def _targets_of(
     group: QuantizationScheme, model: nn.Module, members: list[str], engines: Iterable[Engine]
 ) -> list[str]:
-    """A group's targets, with the names of members that an engine would not find by the class or pattern it has.
+    """A group's targets, and the names of members that an engine would not find by these targets.
 
     Args:
         group: a group of the config.
@@ -494,7 +498,7 @@ def _names_and_parents(names: Iterable[str]) -> set[str]:
 
 
 def _outermost_outside(name: str, parents: Set[str]) -> str | None:
-    """Of ``name`` and the modules around it, the outermost that is not among ``parents``; None if all are."""
+    """The outermost of the module ``name`` and the modules around it that is not in ``parents``; None: all are."""
     for prefix in _names_on_the_way(name):
         if prefix not in parents:
             return prefix
@@ -502,7 +506,7 @@ def _outermost_outside(name: str, parents: Set[str]) -> str | None:
 
 
 def _is_numbered(name: str) -> bool:
-    """Whether a module is, or is inside, an item of a list."""
+    """Whether a part of a module's name is a number, because the module is an item of a list or inside one."""
     return any(component.isdecimal() for component in name.split("."))
 
 

@@ -165,7 +165,7 @@ def _require_fit(
         model: the module to load into.
         targets: its quantized modules.
         reader: the tensors of the checkpoint.
-        folder: for the error.
+        folder: the checkpoint's folder, for the error.
         tied: names of tensors that are stored under another name.
     """
     expected_forms = {}
@@ -204,7 +204,7 @@ def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
 
 
 def _form(value: torch.Tensor) -> str:
-    """Dtype and shape, to compare and for a person to read.
+    """A tensor's dtype and shape as a text, to compare tensors and to show them in an error.
 
     All floats of two bytes and more are ``float``: the model may have another dtype than the checkpoint.
     """
@@ -214,7 +214,13 @@ def _form(value: torch.Tensor) -> str:
 
 
 def _refuse_misfits(misfits: list[str], folder: Path, hint: str | None = None) -> None:
-    """Raise a CalibrationError if there are misfits; ``hint``: a remedy that says more than the general one."""
+    """Raise a CalibrationError if there are misfits.
+
+    Args:
+        misfits: texts, one for each tensor that does not fit the model.
+        folder: the checkpoint's folder.
+        hint: a remedy that says more than the general remedy; None: the general remedy.
+    """
     refuse(
         misfits,
         f"the checkpoint {folder} does not fit the model",
@@ -267,7 +273,10 @@ def _with_dequantized_weight(target: PlannedModule, entries: Mapping[str, torch.
 
 
 def _write_loaded_qparams(target: PlannedModule, qparams: Mapping[str, torch.Tensor]) -> None:
-    """Put qparams on a module whose weight is loaded, and let its forward quantize from now on."""
+    """Put qparams on a module whose weight is loaded, and let its forward quantize activations from now on.
+
+    A gradient for a quantized weight is an error from then on.
+    """
     quantizes_weight = target.scheme.weights is not None
     write_qparams(target.module, target.scheme, dict(qparams))
     if quantizes_weight:

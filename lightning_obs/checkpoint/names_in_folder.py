@@ -18,7 +18,8 @@ from torch import nn
 def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
     """Return the path at which the exported module held ``model``.
 
-    Empty if the exported module was ``model`` itself, or if several paths, or none, are possible.
+    ``load_checkpoint`` calls it before it compares tensors. The result is empty if the exported module was ``model``
+    itself, or if several paths, or no path, are possible.
 
     Args:
         model: the module to load into.
@@ -41,7 +42,7 @@ def prefix_in_folder(model: nn.Module, stored: Sequence[str]) -> str:
 def module_around(model: nn.Module, prefix: str) -> nn.Module:
     """Return a new module that holds nothing but ``model``, at the path ``prefix``.
 
-    `load_checkpoint` loads into it, because its state dict has the names of the folder.
+    ``load_checkpoint`` loads into the new module, because its state dict has the names of the folder.
     """
     for name in reversed(prefix.split(".")):
         parent = nn.Module()
@@ -86,7 +87,7 @@ def _paths_with_tensors(model: nn.Module) -> set[str]:
 
 
 def _is_below(prefix: str, path: str) -> bool:
-    """Whether a path is ``prefix``, or of a module inside it."""
+    """Whether a path is ``prefix`` itself, or the path of a module inside it."""
     return path == prefix or path.startswith(f"{prefix}.")
 
 

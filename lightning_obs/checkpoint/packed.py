@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 _HOW_TO_LOAD = "model = keep_packed(AutoModelForCausalLM.from_pretrained(folder)), before the model runs."
 _DEQUANTIZED = "load it with quantization_config=CompressedTensorsConfig(dequantize=True), which keeps nothing packed."
-#: entries of a module that are no part of its quantized weight
+#: parameters of a module that are no part of its quantized weight, and stay parameters
 _OWN_TENSORS = ("bias",)
 _STORED_WEIGHTS = ("weight", "weight_packed")
 
@@ -102,13 +102,17 @@ def _require_compressed(model: nn.Module, quantized: dict[str, nn.Module]) -> No
 
 
 def _is_dense(module: nn.Module) -> bool:
-    """Whether the weight of a module of a checkpoint is in full precision."""
+    """Whether the weight of a quantized module is in full precision, because it was decompressed or stored dense."""
     weight = module._parameters.get("weight")
     return weight is not None and weight.is_floating_point() and weight.itemsize > 1
 
 
 def _dtype_of(model: nn.Module, module: nn.Module) -> torch.dtype:
-    """The dtype in which the rest of the model computes: of the module's scales, or where these are small, its own."""
+    """The dtype in which the rest of the model computes.
+
+    It is the dtype of the module's scales if these are floats of two bytes or more, else the dtype in the model's
+    config.
+    """
     scale = module._parameters.get("weight_scale")
     if scale is not None and scale.is_floating_point() and scale.itemsize > 1:
         return scale.dtype
@@ -120,8 +124,8 @@ def _pack(module: nn.Module, dtype: torch.dtype) -> None:
     """Put one packed weight in the place of all that compressed-tensors has registered on a Linear.
 
     Args:
-        module: compressed.
-        dtype: of the decompressed weight.
+        module: a Linear as transformers has loaded it from a compressed checkpoint.
+        dtype: the dtype of the decompressed weight.
     """
     scheme = get_scheme(module)
     assert isinstance(scheme, QuantizationScheme)
@@ -140,7 +144,7 @@ def _pack(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _forget_quantizer(model: Any) -> None:
-    """Take from a model what transformers and compressed-tensors do to compressed models: decompress all of it."""
+    """Remove the hook that would decompress the whole model at its first forward, and transformers' quantizer."""
     model.hf_quantizer.compressor.remove_decompression_hook(model)
     model.hf_quantizer = None
     del model.quantization_method

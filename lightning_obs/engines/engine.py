@@ -66,7 +66,7 @@ class Hardware:
         """
         cpu = ""
         if self.cpu and second.cpu:
-            cpu = max(self.cpu, second.cpu, key=len)  # the longer text asks for more: "CPU with AMX", "CPU"
+            cpu = max(self.cpu, second.cpu, key=len)  # the longer text asks for more: "CPU with AMX" more than "CPU"
         if self.cuda is None or second.cuda is None:
             return Hardware(None, cpu)
         cuda = max(self.cuda, second.cuda)
@@ -95,8 +95,8 @@ class Verdict:
 class PlannedCheckpoint:
     """A checkpoint that will be written, for the questions to engines.
 
-    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate. Only
-    :func:`ask_engines` and the methods of :class:`Engine` read it.
+    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate; the
+    engines read it.
 
     Attributes:
         model: the module that is calibrated; it holds the targets.

@@ -42,7 +42,7 @@ _DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensor
 class Transformers(Engine):
     """transformers, which loads a checkpoint by ``from_pretrained(folder)``; other models' are for ``load_checkpoint``.
 
-    ``ask_engines`` calls ``check`` before any data; it names no hardware, since transformers computes on any.
+    ``ask_engines`` calls ``check`` before any data; it names no hardware.
     """
 
     name = "transformers"

@@ -101,7 +101,7 @@ class VLLM(FamilyEngine):
 
     @override
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Yield texts that ``ask_engines`` shows as warnings, for a checkpoint that is loaded without an error.
+        """Yield texts about a checkpoint that ``ask_engines`` shows as warnings, before any data.
 
         For a checkpoint that is written for another engine: why vLLM would refuse it. For a checkpoint that is written
         for vLLM: how its arithmetic differs from the scheme. For both: targets by which vLLM does not find quantized

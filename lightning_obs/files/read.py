@@ -15,6 +15,8 @@ from lightning_obs.errors import CalibrationError
 def read_json(path: str | os.PathLike[str], *, expected: str | None = None, remedy: str | None = None) -> Any:
     """Read a file that holds one JSON object.
 
+    Called for the config and index of a checkpoint, the list of a folder's files, and reports of earlier runs.
+
     Args:
         path: the file.
         expected: the content that the file should have, for the error.
@@ -42,7 +44,13 @@ def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy:
     """Turn any exception in a ``with`` block that reads ``path`` into a :class:`CalibrationError` that names the
     path.
 
-    A :class:`CalibrationError` passes unchanged. ``expected`` and ``remedy`` are as for :func:`read_json`.
+    A :class:`CalibrationError` passes unchanged. Called around all code that reads a file of the user's: checkpoints,
+    configs, reports, data, saved states.
+
+    Args:
+        path: the file or folder that is read.
+        expected: the content that the file should have, for the error.
+        remedy: for the error.
     """
     try:
         yield

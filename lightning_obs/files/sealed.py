@@ -23,7 +23,10 @@ _PLAIN = (str, bytes, int, float, complex, torch.dtype, torch.device)
 
 
 def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of the state with one more entry: the checksum of all others, for :func:`require_whole`."""
+    """Return a copy of the state with one more entry: the checksum of all other entries, for :func:`require_whole`.
+
+    Called when a callback gives its state to Lightning's checkpoint, and when a long run saves the state of a step.
+    """
     content = {key: value for key, value in state.items() if key != SEAL}
     checksum = state_checksum(content)
     content[SEAL] = checksum
@@ -37,7 +40,7 @@ def require_whole(
 ) -> None:
     """Refuse a state that has changed, or has lost or gained entries, since it was :func:`sealed`.
 
-    Called when a state is loaded from a file.
+    Called when a calibration is loaded from Lightning's checkpoint, and when a long run continues after a kill.
 
     Args:
         state: a state that was loaded from a file.
@@ -55,7 +58,8 @@ def require_whole(
 def state_checksum(value: Any, crc: int = 0) -> int:
     """CRC-32 of a state: of tensors, numbers and strings, and of lists, sets and dicts of them.
 
-    The order of a dict's keys does not matter. Also the checksum of one tensor that was read from a file.
+    The order of a dict's keys does not matter. :func:`sealed` calls it for a whole state, :class:`.TensorReader` for
+    each tensor that it reads under :meth:`~.TensorReader.watch`, and a run layer by layer for its inputs.
 
     Args:
         value: the state, or a part of it.

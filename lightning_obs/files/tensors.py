@@ -57,7 +57,7 @@ class _Place(NamedTuple):
 
 
 class _OpenFiles:
-    """The open files of a :class:`TensorWriter` or :class:`TensorReader`: closed together.
+    """The open files of a :class:`TensorWriter` or :class:`TensorReader`, which closes them together.
 
     Attributes:
         places: where each tensor is, by its name.
@@ -74,7 +74,7 @@ class _OpenFiles:
         return descriptor
 
     def close(self) -> None:
-        """Close all files; can be called any number of times."""
+        """Close all files; called when their writer or reader is closed, or fails. A second call does nothing."""
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors = []
@@ -84,10 +84,12 @@ class _OpenFiles:
 class Tally:
     """Counts the bytes of tensors that were written, or whose ranges were searched, and reports them to ``progress``.
 
+    An export makes one for the tensors that it writes, and finalize makes one for the weights whose ranges it searches.
+
     Args:
-        total: bytes of all tensors of the job.
-        progress: called after each tensor; None: nobody is told.
-        done: bytes so far.
+        total: the bytes of all tensors of the job.
+        progress: a function that is called after each tensor, or block of rows; None: nothing is reported.
+        done: the bytes that were counted so far.
     """
 
     total: int
@@ -95,7 +97,7 @@ class Tally:
     done: int = 0
 
     def add(self, name: str, size: int) -> None:
-        """Count ``size`` bytes of the tensor ``name``; called after it was written or searched."""
+        """Count ``size`` bytes of the tensor ``name``; called after they were written or searched."""
         self.done += size
         if self.progress is not None:
             self.progress(name, self.done, self.total)
@@ -222,12 +224,12 @@ class TensorWriter:
         self._tally.add(name, copied)
 
     def require_complete(self) -> None:
-        """Refuse files that lack tensors, or rows of them; called when all should be written."""
+        """Refuse files that lack tensors, or rows of them; an export calls it after its last tensor."""
         incomplete = [name for name, missing in self._bytes_missing.items() if missing]
         refuse(incomplete, "tensors of the checkpoint were not written")
 
     def close(self) -> None:
-        """Close the files, and give freed memory back."""
+        """Close the files, and give freed memory back; an export calls it at its end, also if it has failed."""
         self._files.close()
         give_back_freed()
 
@@ -307,7 +309,7 @@ class TensorReader:
             )
 
     def close(self) -> None:
-        """Close the files; can be called any number of times."""
+        """Close the files; called when the checkpoint is read, or its reading fails. A second call does nothing."""
         self._open_files.close()
 
     def __iter__(self) -> Iterator[str]:
@@ -317,11 +319,16 @@ class TensorReader:
         return name in self._open_files.places
 
     def meta(self, name: str) -> torch.Tensor:
-        """Return a meta tensor with a tensor's shape and dtype; nothing is read."""
+        """Return a meta tensor with a tensor's shape and dtype; nothing is read.
+
+        Called before tensors are read, to compare a checkpoint with its model and to lay a new checkpoint out.
+        """
         return self._open_files.places[name].meta
 
     def read(self, name: str, item: int | None = None) -> torch.Tensor:
         """Read a tensor, or one item of its first dimension; raises if a watched tensor has changed (:meth:`watch`).
+
+        Called to load a checkpoint, and to load the modules of a model that is quantized from its files.
 
         Args:
             name: of the tensor.
@@ -462,7 +469,7 @@ def _refuse_overlaps(path: Path, offsets: Mapping[str, tuple[int, int]]) -> None
 
 
 def _described(tensor: torch.Tensor) -> str:
-    """A tensor's dtype and shape, for an error."""
+    """A tensor's dtype and shape, for the error of :meth:`TensorWriter.write`."""
     return f"{tensor.dtype} {tuple(tensor.shape)}"
 
 
@@ -501,8 +508,8 @@ def write_index(folder: Path, files: Mapping[str, str], size: int) -> None:
 
     Args:
         folder: the folder of the files.
-        files: by tensor, the name of its file.
-        size: bytes of all tensors.
+        files: by a tensor's name, the name of its file.
+        size: the bytes of all tensors.
     """
     index = {"metadata": {"total_size": size}, "weight_map": files}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

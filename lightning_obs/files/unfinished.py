@@ -36,16 +36,19 @@ _WRITTEN_NAMES = re.compile(r"lock|state-\d+-\d+\.pt|model-\d{5}-of-\d{5}\.safet
 
 
 class Unfinished:
-    """The folder of states beside the output of a run; the calibration layer by layer opens one at its beginning.
+    """The folder of states beside the output of a run.
+
+    The calibration layer by layer opens one at its beginning, saves a state after each block of layers, and closes it
+    at its end.
 
     Args:
         out: the folder that the run writes when it is complete.
-        rank: of this process.
+        rank: the rank of this process.
         ranks: how many ranks there are; they are at most one step apart.
 
     Attributes:
-        folder: the path of the folder; all ranks share it.
-        rank: of this process.
+        folder: the path of the folder of states; all ranks share it.
+        rank: the rank of this process.
 
     Raises:
         CalibrationError: another process writes there.
@@ -55,7 +58,8 @@ class Unfinished:
         target = Path(os.path.realpath(out))
         self.folder = target.with_name(f"{target.name}.unfinished")
         self.rank = rank
-        self._states_to_keep = 1 if ranks == 1 else 2  # of each rank
+        # Of each rank: ranks are at most one step apart, and all of them continue after the same step.
+        self._states_to_keep = 1 if ranks == 1 else 2
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         if rank == 0:
@@ -81,6 +85,12 @@ class Unfinished:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Write this rank's state after a step, sealed; delete earlier states that no rank needs any more.
 
+        Called when a step is finished, after the files that belong to it are written.
+
+        Args:
+            step: the number of the step.
+            state: everything that the run needs to continue after this step.
+
         Raises:
             CalibrationError: it cannot be written (a full disk). The earlier states stay.
         """
@@ -94,10 +104,11 @@ class Unfinished:
     def load(self, step: int) -> dict[str, Any]:
         """Read this rank's state after a step, as it was given to :meth:`save`.
 
-        It may hold tensors, numbers, strings, and lists, tuples and dicts of them.
+        Called when a run begins and a killed run has left states. A state may hold tensors, numbers, strings, and
+        lists, tuples and dicts of them.
 
         Raises:
-            CalibrationError: it cannot be read, has changed since it was saved, or is of another step or rank.
+            CalibrationError: the state cannot be read, has changed since it was saved, or is of another step or rank.
         """
         path = self._path(step)
         remedy = f"delete {self.folder} to start over."

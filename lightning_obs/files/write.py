@@ -68,10 +68,10 @@ def require_new_file(file: Path, overwrite: bool) -> None:
 def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that an export could not create, or could not replace if ``overwrite`` is set.
 
-    Called before the work begins, and by :func:`whole_folder`.
+    Called before anything is calibrated, by callbacks and by the command line, and again by :func:`whole_folder`.
 
     Args:
-        folder: that will be written.
+        folder: the folder that will be written.
         overwrite: whether a checkpoint in it may be replaced.
 
     Raises:
@@ -139,14 +139,17 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 @contextmanager
 def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
-    """Write a folder: yields a temporary one beside it, which takes its name when the block ended without an error.
+    """Write a folder: yields a temporary folder beside it, which takes its name when the block ended without an error.
+
+    Every export of a checkpoint writes inside this block.
 
     Args:
-        folder: to write.
-        overwrite: replace the checkpoint that is there.
+        folder: the folder to write.
+        overwrite: whether a checkpoint that is there may be replaced.
 
     Raises:
-        CalibrationError: as :func:`require_free`; or writing failed. The path then holds what it held before.
+        CalibrationError: the folder may not be written (:func:`require_free`), or writing failed. The path then holds
+            its earlier content.
     """
     with _errors_name(folder):
         target = _real_path(folder)  # a symlink stays, its target is replaced
@@ -165,15 +168,18 @@ def whole_folder(folder: Path, overwrite: bool) -> Iterator[Path]:
 
 @contextmanager
 def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator[Path]:
-    """Write a file: yields a temporary path beside it; it takes its name when the block ended without an error.
+    """Write a file: yields a temporary path; the file there takes its name when the block ended without an error.
+
+    The writers of ONNX files, GGUF files and programs, of reports, and of the states of a long run write inside this
+    block.
 
     Args:
-        file: to write.
-        overwrite: replace the file that is there.
+        file: the file to write.
+        overwrite: whether a file that is there is replaced.
 
     Raises:
-        CalibrationError: ``file`` exists and ``overwrite`` is off; or writing failed. The path then holds what it held
-            before.
+        CalibrationError: ``file`` exists and ``overwrite`` is off; or writing failed. The path then holds its earlier
+            content.
     """
     require_bool(overwrite=overwrite)
     file = Path(file)
@@ -192,7 +198,11 @@ def whole_file(file: str | os.PathLike[str], overwrite: bool = True) -> Iterator
 
 
 def write_text(file: str | os.PathLike[str], text: str) -> None:
-    """Write text as UTF-8 by :func:`whole_file`; characters that UTF-8 lacks (lone surrogates) are escaped."""
+    """Write text as UTF-8 by :func:`whole_file`, in place of a file that is there.
+
+    Called for reports, and for the plans and schemes that the command line writes. Characters that UTF-8 lacks (lone
+    surrogates) are escaped.
+    """
     with whole_file(file) as partial:
         partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
@@ -200,7 +210,8 @@ def write_text(file: str | os.PathLike[str], text: str) -> None:
 def require_room(partial: Path, size: int) -> None:
     """Raise ``OSError`` if the disk that holds the folder ``partial`` has less than ``size`` bytes free.
 
-    Called before the weights of a checkpoint are written, once their size is known.
+    Called before the weights of a checkpoint are written, once their size is known. The ``with`` block of
+    :func:`whole_folder` around the call turns the error into one that names the folder.
     """
     free = shutil.disk_usage(partial).free
     if free < size:
@@ -302,7 +313,8 @@ def _listed_checksums(folder: Path) -> dict[str, int | None]:
 def file_checksum(path: Path) -> int | None:
     """CRC-32 of a file's bytes; None for a folder, -1 for anything else (a pipe, a device, a dead link).
 
-    Computed for the list of a folder's files, and for the files of an unfinished run.
+    Called when the list of a folder's files is written or compared with the folder, and for the files of an unfinished
+    run.
     """
     if path.is_dir():
         return None
@@ -339,7 +351,7 @@ class Staging:
         self.partial.parent.mkdir()
 
     def close(self) -> None:
-        """Delete the hidden folder, when the write has ended in any way.
+        """Delete the hidden folder; called when the write has ended, with or without an error.
 
         A replaced folder goes back to its name if an interrupt came between two renames.
         """
@@ -374,8 +386,8 @@ class Staging:
         A folder that has the name is replaced if ``overwrite`` is set.
 
         Raises:
-            CalibrationError: it holds files that no export wrote. Nothing is replaced.
-            OSError: it may not be replaced, or cannot be renamed.
+            CalibrationError: the folder to replace holds files that no export wrote. Nothing is replaced.
+            OSError: the folder that has the name may not be replaced, or cannot be renamed.
         """
         self._make_final([path for path in self.partial.rglob("*") if path.is_file()])
         try:
@@ -470,7 +482,7 @@ def _lock_of_killed_writer(hidden: Path) -> int | None:
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Let two paths change places in one step; False where the system or the file system cannot."""
+    """Let two paths change places in one step; return False, and change nothing, where the system cannot do that."""
     if not sys.platform.startswith("linux"):
         return False
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
