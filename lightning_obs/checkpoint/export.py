@@ -304,8 +304,8 @@ def write_quantization_config(
 ) -> None:
     """Add the quantization config of a calibrated model to ``config.json`` in a checkpoint's folder.
 
-    Called once the tensors are written: by ``export_checkpoint`` for a model in memory, and by ``streaming/`` for a
-    checkpoint that is quantized from its files.
+    Called by ``export_checkpoint`` once the tensors are written, and by ``streaming/``, for a checkpoint that is
+    quantized from its files, together with its other small files.
 
     Args:
         model: a calibrated model; when it is quantized from files, its qparams are meta tensors.

@@ -59,7 +59,7 @@ def state_checksum(value: Any, crc: int = 0) -> int:
     """CRC-32 of a state: of tensors, numbers and strings, and of lists, sets and dicts of them.
 
     The order of a dict's keys does not matter. :func:`sealed` calls it for a whole state, :class:`.TensorReader` for
-    each tensor that it reads under :meth:`~.TensorReader.watch`, and a run layer by layer for its inputs.
+    each tensor that it reads under :meth:`.TensorReader.watch`, and a run layer by layer for its inputs.
 
     Args:
         value: the state, or a part of it.

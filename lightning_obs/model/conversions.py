@@ -26,10 +26,11 @@ _OLDEST_TO_ASK = "5.21"
 
 
 def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
-    """The name in files of each module.
+    """By module name, the name of the module in the files of a checkpoint.
 
-    vLLM's engine and the GGUF writer call it, because files and config groups use these names. Names stay as they
-    are where transformers has no other one, and where it merges or splits the weight.
+    vLLM's engine calls it while a checkpoint's config is written, and the GGUF writer while it compares the model with
+    its base file, because configs and files use these names. A name does not change where transformers does not rename
+    the module, and where it merges or splits the weight.
     """
     file_names = dict(zip(names, names, strict=True))
     loading, _ = _converters(model)
@@ -49,10 +50,11 @@ def names_in_files(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
 def converted(model: nn.Module, tensors: Iterable[str], step: str = "") -> list[str]:
     """The names of the tensors that transformers does more than rename: it merges, splits or reorders them.
 
-    Called while engines are asked, and before weights are read from files without the model's loader.
+    Called while engines are asked before any data, for the names of modules in files, and before weights are read from
+    files without the model's loader.
 
     Args:
-        model: of transformers, or any other, of which nothing is converted.
+        model: a model of transformers; of any other model nothing is converted.
         tensors: names of parameters.
         step: a part of the class name of an operation; only conversions with such an operation count.
     """
@@ -66,8 +68,8 @@ def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, li
     Called for experts: to name their Linears, and to ask whether transformers can load them.
 
     Args:
-        model: of transformers, or a module around one.
-        parameters: candidates, by name.
+        model: a model of transformers, or a module around one.
+        parameters: names of the parameters to ask about.
 
     Returns:
         For each stacked parameter the last parts of the modules' names in files (gate before up).
@@ -103,15 +105,16 @@ def _module_name(pattern: str) -> str:
 def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[list[str], list[str]]:
     """Parameters that transformers dequantizes while loading a quantized checkpoint, because it merges or splits them.
 
-    Transformers' engine calls it before any data. It does so with each ``weight`` that becomes another one, unless
-    a ``planned`` module holds the result, and looks for scales beside it.
+    Transformers' engine calls it before any data. transformers dequantizes each ``weight`` of the files from which it
+    makes other parameters, and looks for scales beside the weight, unless a ``planned`` module holds the result.
 
     Args:
-        model: of transformers, or any other, which has none.
+        model: a model of transformers; any other model has no such parameters.
         planned: names of the modules that are quantized.
 
     Returns:
-        Names of parameters that it merges; names in files of weights that it splits, at which it fails.
+        The names of the parameters that transformers merges; and the names, in the files, of the weights that it
+        splits. Loading a quantized checkpoint fails at the latter.
     """
     loading, converters = _converters(model)
     mergers: list[Any] = []
@@ -135,10 +138,10 @@ def _is_weight_of(module_names: Iterable[str], pattern: str) -> bool:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether transformers puts a module of another class in its place when it loads a quantized checkpoint.
+    """Whether transformers puts a module of another class in the module's place when it loads a quantized checkpoint.
 
-    Engines ask it about stacked experts: the class that transformers puts there expects a Linear per expert, so a
-    checkpoint of stacked experts would not fill it.
+    Transformers' engine asks about stacked experts before any data: the class that transformers puts there expects a
+    Linear per expert, so a checkpoint of stacked experts would not fill it.
     """
     quantizers = sys.modules.get("transformers.quantizers.base")
     if quantizers is None or not type(module).__module__.startswith("transformers."):
@@ -149,12 +152,13 @@ def is_replaced(module: nn.Module) -> bool:
 
 
 def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
-    """The module of transformers' loader, and its converters of the model's weights, which do more than rename.
+    """The module of transformers' loader, and the loader's converters of the model's weights.
 
-    None and no converters for a model that is not of transformers.
+    A converter does more than rename: it merges, splits or reorders weights. For a model that is not of transformers,
+    the result is None and no converters.
 
     Raises:
-        CalibrationError: it converts weights, and this release of transformers cannot tell which.
+        CalibrationError: the loader converts weights, and this release of transformers cannot tell which.
     """
     loading = sys.modules.get("transformers.core_model_loading")
     mapping = sys.modules.get("transformers.conversion_mapping")
@@ -169,7 +173,7 @@ def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
 
 
 def _savers(converters: list[Any], step: str) -> list[Any]:
-    """The inverses of the converters that have an operation whose class name contains ``step``."""
+    """The inverses, from model to files, of the converters with an operation whose class name contains ``step``."""
     savers = []
     for converter in converters:
         if any(step in type(operation).__name__ for operation in converter.operations):

@@ -28,8 +28,8 @@ from lightning_obs.model.place import Place
 def register_fsdp_units(root: nn.Module) -> None:
     """Note on the marks of all modules under ``root`` where FSDP1 keeps their parameters.
 
-    A session, an export and the callbacks call it before they read weights; a second call for a wrapper does nothing,
-    nor does a call for a model without FSDP1.
+    :func:`.register_shards` calls it for a session, an export and the callbacks, before they read weights. A second
+    call for a wrapper does nothing, nor does a call for a model without FSDP1.
 
     Args:
         root: the outermost wrapper, or a module that holds it (a LightningModule). A module inside of the outermost
@@ -129,7 +129,10 @@ def _has_shards(module: nn.Module) -> bool:
 
 @contextmanager
 def gathered(unit: FullyShardedDataParallel) -> Iterator[None]:
-    """The parameters of one unit are whole inside the ``with`` block. Every rank must enter it."""
+    """Gather the parameters of one unit of FSDP1 for the length of a ``with`` block, which every rank must enter.
+
+    :func:`.whole_unit` enters it before weights are read. What is written to the parameters inside is lost at its end.
+    """
     # A forward in inference mode has left a buffer that can be written to in inference mode only.
     buffer = getattr(unit._flat_param, "_full_param_padded", None)
     with ExitStack() as stack:

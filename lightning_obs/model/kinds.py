@@ -38,20 +38,24 @@ _OLDEST_TRANSFORMERS = "5.17"
 class LoneWeight(nn.Linear):
     """A weight ``(R, C)`` as a module, for a layer that passes it to one operation of torch with other tensors.
 
-    The layer calls it without an input, and gets the weight, quantized where the module runs quantized. It has no input
-    or output to quantize.
+    ``linearize_recurrent`` makes one of each weight of an ``nn.LSTM`` or ``nn.GRU``. In each of its forwards the layer
+    calls the module without an input, and gets the weight, quantized where the module runs quantized. The module has no
+    input or output to quantize.
     """
 
     @classmethod
     def of(cls, weight: nn.Parameter) -> LoneWeight:
-        """The module of a parameter, which stays the same object."""
+        """Make the module of a weight ``(R, C)``; the parameter stays the same object.
+
+        Called when a recurrent layer is taken apart (``linearize_recurrent``).
+        """
         rows, columns = weight.shape
         module = cls(columns, rows, bias=False, device="meta", dtype=weight.dtype)
         module.weight = weight
         return module
 
     def forward(self) -> torch.Tensor:  # type: ignore[override]
-        """The weight."""
+        """Return the weight; the recurrent layer around the module calls it in each forward."""
         return self.weight
 
 
@@ -59,7 +63,8 @@ class LoneWeight(nn.Linear):
 class ModuleKind:
     """How modules of one kind hold their weight, and which dimension of their data holds the channels.
 
-    The weight's matrix is ``(output channels, inputs of each)``; a scale per channel is one per row. A token (a word, a
+    A row of :data:`KINDS`; :func:`kind_of` finds the row of a module. The weight's matrix has the shape ``(output
+    channels, inputs of each)``; with a scale per channel, each row has its scale. A token (a word, a
     pixel) has one vector of channels.
     """
 
@@ -105,7 +110,10 @@ KINDS: list[ModuleKind] = [
 
 
 def kind_of(module: nn.Module) -> ModuleKind:
-    """The row of :data:`KINDS` that says how ``module`` holds its weight."""
+    """The row of :data:`KINDS` that says how ``module`` holds its weight and reads its data.
+
+    Asked wherever that differs between kinds: for shapes, plans, engines, formats of files, and hooks.
+    """
     return next(kind for kind in KINDS if kind.holds(module))
 
 
@@ -127,9 +135,15 @@ def to_matrix(module: nn.Module, weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The inverse of :func:`to_matrix`, for a weight of this shape.
+    """The inverse of :func:`to_matrix`: a weight of the module's own shape, from its matrix.
 
-    Called where stored or quantized numbers go back to a module.
+    Called where stored or quantized numbers go back to a module: in the quantized forward, and when a checkpoint is
+    loaded.
+
+    Args:
+        module: tells which dimension of the weight became the rows.
+        matrix: ``(output channels, inputs of each)``.
+        shape: the shape of the module's weight.
     """
     if kind_of(module).rows:
         return matrix.unflatten(1, (shape[0], *shape[2:])).transpose(0, 1)
@@ -139,7 +153,7 @@ def from_matrix(module: nn.Module, matrix: torch.Tensor, shape: torch.Size) -> t
 def tokens_of(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
     """A module's input or output as ``(..., tokens, channels)``; ``value`` itself where it has that shape.
 
-    Called before inputs are weighed or masked by token, and for the errors of a report.
+    Called for each input or output that an observer weighs or masks by token, and for the errors of a report.
     """
     positions = _positions_of(module)
     if not 0 < positions < value.ndim:
@@ -157,9 +171,9 @@ def count_tokens(module: nn.Module, value: torch.Tensor) -> int:
 
 
 def channel_axis(module: nn.Module, value: torch.Tensor) -> int:
-    """The dimension of a module's input or output that holds the channels.
+    """The dimension of a module's input or output that holds the channels, as an index of ``value.shape``.
 
-    Called for ranges with a scale per channel of an activation.
+    Called to find the dimension of a model's output that holds the classes (``forward/class_axis.py``).
     """
     return value.ndim - 1 - _positions_of(module)
 
@@ -174,7 +188,7 @@ def _positions_of(module: nn.Module) -> int:
 
 
 def is_transformers_model(module: object) -> bool:
-    """Whether transformers saves and loads it.
+    """Whether transformers saves and loads the module: whether its class is a transformers ``PreTrainedModel``.
 
     Asked wherever a file, a name or an engine is of transformers only. Its attributes do not tell: models of
     diffusers and of segmentation-models-pytorch, and every class with huggingface_hub's mixin, have a
@@ -186,7 +200,8 @@ def is_transformers_model(module: object) -> bool:
 def inside_transformers(model: nn.Module) -> set[nn.Module]:
     """All modules of the transformers models that are in a model.
 
-    Attention and recurrent layers in them are not made into Linears: transformers could not load them.
+    Called by ``linearize_attention`` and ``linearize_recurrent``, which leave layers in these models as they are:
+    transformers could not load a model with other layers.
     """
     modules: set[nn.Module] = set()
     for module in model.modules():
@@ -198,6 +213,8 @@ def inside_transformers(model: nn.Module) -> set[nn.Module]:
 def require_transformers(model: object | None = None) -> None:
     """Raise a :class:`CalibrationError` where transformers is too old for its models to be calibrated and stored.
 
+    Called before a model is planned, before its experts become Linears, and before a checkpoint is loaded.
+
     Args:
         model: a module of any kind; only one of transformers needs it. None: a checkpoint of transformers.
     """
@@ -208,7 +225,7 @@ def require_transformers(model: object | None = None) -> None:
 def is_dispatched(module: nn.Module) -> bool:
     """Whether accelerate or compressed-tensors says on which device the module's own tensors are (:mod:`.offload`).
 
-    Asked before a weight is read, moved or copied.
+    Such a module may have meta tensors in place of its weights. Asked before a weight is read, moved or copied.
     """
     attributes = vars(module)
     if "_hf_hook" in attributes or isinstance(attributes["_parameters"], OffloadCache):
@@ -220,7 +237,7 @@ def is_dispatched(module: nn.Module) -> bool:
 def holds_parameters(module: nn.Module) -> bool:
     """Whether the module has parameters of its own; containers and activation functions have none.
 
-    Asked of modules that a pattern matches.
+    Asked of modules that a target matches by a pattern, while a plan and the config of a checkpoint are made.
     """
     return next(module.parameters(recurse=False), None) is not None
 
@@ -228,13 +245,13 @@ def holds_parameters(module: nn.Module) -> bool:
 def may_hold_experts(model: nn.Module) -> bool:
     """Whether any module could hold experts, stacked or one by one (:mod:`lightning_obs.moe.experts`).
 
-    A cheap test before the slower search for experts.
+    Called when a plan is made, as a cheap test before the slower search for experts.
     """
     return any(is_named_experts(name, module) for name, module in model.named_modules())
 
 
 def is_named_experts(name: str, module: nn.Module) -> bool:
-    """Whether a module is called like experts, or counts them."""
+    """Whether the name or class of a module says that it holds experts, or it has an attribute ``num_experts``."""
     is_called_experts = name.rpartition(".")[2] == "experts" or "Experts" in type(module).__name__
     return is_called_experts or hasattr(module, "num_experts")
 
@@ -242,8 +259,11 @@ def is_named_experts(name: str, module: nn.Module) -> bool:
 def count_heads(model: Any) -> dict[str, int]:
     """How many heads the q, k and v of a transformers model, or of its attention module, have.
 
-    As compressed-tensors counts them when it loads a checkpoint and allocates scales per head; the shapes of such
-    scales are checked by it (``schemes/``).
+    Called while attention states are planned, and for the shape of scales per head. compressed-tensors counts heads in
+    the same way when it loads a checkpoint and allocates such scales.
+
+    Returns:
+        The numbers of heads by state: ``{"q": 32, "k": 8, "v": 8}``.
     """
     configs = (module.config for module in model.modules() if hasattr(module, "config"))
     config = next(configs).get_text_config(decoder=True)
@@ -261,7 +281,8 @@ _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_
 def inside(module: nn.Module) -> nn.Module | None:
     """The module in a wrapper, which may be a wrapper, too; None if ``module`` is no wrapper.
 
-    See the module's docstring for the wrappers.
+    Called to step through the wrappers around a model; the docstring of this file lists them. A wrapper of peft that
+    holds several copies gives the active one.
     """
     if isinstance(module, (DistributedDataParallel, DataParallel)):
         return module.module
@@ -277,7 +298,10 @@ def inside(module: nn.Module) -> nn.Module | None:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside all wrappers."""
+    """The module inside all wrappers; ``module`` itself if it is no wrapper.
+
+    Called when a session, an export, or the loading of a checkpoint is given a model.
+    """
     wrapped = inside(module)
     return module if wrapped is None else unwrapped(wrapped)
 
@@ -285,7 +309,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
     """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run.
 
-    Called by everything that reads names: plan, saved state, export.
+    Called by everything that reads names: while a plan is made, a saved state is written or loaded, and a checkpoint is
+    exported.
     """
 
     def core_of(module: nn.Module) -> nn.Module | None:
@@ -332,9 +357,9 @@ def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether the module is a LoRA layer around a Linear.
+    """Whether the module is a LoRA layer around a Linear, by public attributes of peft's layers.
 
-    Judged by public attributes of peft's layers.
+    Asked while adapters are registered and modules are planned.
     """
     if not isinstance(getattr(module, "base_layer", None), nn.Linear):
         return False
@@ -344,7 +369,8 @@ def is_adapted(module: nn.Module) -> bool:
 def register_adapters(model: nn.Module) -> list[str]:
     """Note on the mark of every base layer which LoRA layer surrounds it.
 
-    From then on the adapters count as a part of the base layer's weight (:func:`~lightning_obs.model.weight.held`).
+    Called when a model is taken up: by a session, while its plan is made, and by an export. From then on the adapters
+    count as a part of the base layer's weight (:func:`~lightning_obs.model.weight.held`).
 
     Returns:
         Names of LoRA layers whose adapters cannot be added to the weight, each with the reason. Nothing is noted there.
@@ -362,9 +388,10 @@ def register_adapters(model: nn.Module) -> list[str]:
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """The base layer of a LoRA layer, any other module itself; an error if its adapters cannot be merged.
+    """The base layer of a LoRA layer, any other module itself; ``build_plan`` calls it for each matched module.
 
-    Called while modules are planned.
+    Raises:
+        CalibrationError: the adapters of the LoRA layer cannot be merged into the base layer's weight.
     """
     if not is_adapted(module):
         return module
@@ -386,7 +413,7 @@ def drops_inputs(layer: nn.Module | None) -> bool:
 
 
 def _why_not_mergeable(layer: nn.Module) -> str | None:
-    """The option of a LoRA layer that makes its output another one than with the sum of the weights; None: no such."""
+    """The option of a LoRA layer by which its output differs from that of the merged weight; None: it has none."""
     if getattr(layer, "lora_variant", None):
         return "a variant of LoRA (DoRA...)"
     if any(getattr(layer, "lora_bias", {}).values()):
@@ -397,7 +424,7 @@ def _why_not_mergeable(layer: nn.Module) -> str | None:
 def inside_adapted(model: nn.Module) -> set[str]:
     """Names of the modules in LoRA layers (base layers, adapters), which the merged model does not have.
 
-    They are no modules of their own in a plan.
+    Called while a plan is made and reported: these modules are not planned by themselves.
     """
     names: set[str] = set()
     for layer_name, layer in model.named_modules():

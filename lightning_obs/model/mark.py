@@ -49,6 +49,8 @@ TakeOut: TypeAlias = Callable[[dict[str, Any]], None]
 class AttributeSetting:
     """Attributes that were set on a module together, and the values that they replaced.
 
+    :func:`set_attributes` makes one for each call; it is on the module's :class:`Mark` until the call is undone.
+
     Args:
         attributes: the ``__dict__`` of the module; it is changed.
         values: the attributes to set in it.
@@ -64,21 +66,33 @@ class AttributeSetting:
         attributes.update(values)
 
     def restore(self, name: str, attributes: dict[str, Any]) -> None:
-        """Give one of the attributes its replaced value in ``attributes``, or remove it if there was none."""
+        """Give one of the attributes its replaced value in ``attributes``, or remove the attribute if it had no value.
+
+        Called when the setting is undone, and while a module is copied.
+
+        Args:
+            name: the name of the attribute.
+            attributes: the module's ``__dict__``, a copy of it, or the replaced values of a later setting.
+        """
         attributes.pop(name, None)
         if name in self.replaced:
             attributes[name] = self.replaced[name]
 
     def take_out(self, attributes: dict[str, Any]) -> None:
-        """Restore all replaced values in a copy of the module's ``__dict__``."""
+        """Restore all replaced values in a copy of the module's ``__dict__``; called while the module is copied."""
         for name in self.names:
             self.restore(name, attributes)
 
 
 @dataclass(eq=False)
 class Mark:
-    """All that this package knows about one module of the user's and has put on it for a while."""
+    """All that this package knows about one module of the user's and has put on it for a while.
 
+    :func:`make_mark` makes it when the first thing is noted or put on the module. Functions that note facts or put
+    things on the module write to it; functions that take them off remove it once it is empty.
+    """
+
+    #: the module that has the mark
     module: nn.Module
 
     # ---- facts that the whole model tells, for as long as the module lives
@@ -103,7 +117,7 @@ class Mark:
     take_outs: list[TakeOut] = field(default_factory=list)
 
     def remove_if_empty(self) -> None:
-        """Leave no trace on the module once there is nothing more to say about it."""
+        """Take the mark off the module if it holds nothing any more; called by all that take a thing off the module."""
         has_facts = self.offload_owner is not None or self.fsdp_places is not None or self.lora_layer is not None
         if has_facts or self.tied_parameters or self.quantizing_threads or self.settings or self.take_outs:
             return
@@ -111,7 +125,15 @@ class Mark:
             vars(self.module).pop(name, None)
 
     def copy_by(self, method: str, argument: Any) -> Any:
-        """The result of the class's ``__reduce_ex__`` or ``__deepcopy__`` for the module as it is without us."""
+        """Copy or pickle the module as it is without this package; called by ``copy``, ``deepcopy`` and ``pickle``.
+
+        Args:
+            method: ``"__reduce_ex__"`` or ``"__deepcopy__"``, the method of the module's class to call.
+            argument: the argument of that method.
+
+        Returns:
+            The result of that method.
+        """
         attributes = vars(self.module)
         tables = {name: attributes[name] for name in TABLES}
         plain = dict(attributes)
@@ -144,7 +166,7 @@ def mark_of(module: nn.Module) -> Mark | None:
 def make_mark(module: nn.Module) -> Mark:
     """The mark of a module; a new one is put on it if it has none.
 
-    Called by every function that puts something on a module.
+    Called by every function that notes a fact about a module or puts something on it for a while.
     """
     mark = mark_of(module)
     if mark is None:
@@ -170,6 +192,8 @@ def keep_out_of_copies(
 ) -> Callable[[], None]:
     """Keep something that is on a module out of the module's copies.
 
+    Called right after the thing was put on the module: for hooks by :func:`keep_hook_out`, and by ``forward/``.
+
     Args:
         module: any module of the user's.
         take_out: takes the thing out of a copy of the module's ``__dict__``. The tables of torch in it (hooks,
@@ -194,7 +218,14 @@ def keep_out_of_copies(
 
 
 def keep_hook_out(module: nn.Module, handle: RemovableHandle) -> Callable[[], None]:
-    """Keep a hook of ``module`` out of its copies; returns a function that removes the hook."""
+    """Keep a hook of ``module`` out of its copies; returns a function that removes the hook.
+
+    Called right after each hook of this package is registered on a module of the user's.
+
+    Args:
+        module: the module that has the hook.
+        handle: the handle that torch returned when the hook was registered.
+    """
 
     def take_out(attributes: dict[str, Any]) -> None:
         for name in TABLES:
@@ -234,9 +265,10 @@ def _undo_setting(mark: Mark, setting: AttributeSetting) -> None:
 
 
 def value_before(module: nn.Module, name: str) -> Any:
-    """An attribute's value from before all :func:`set_attributes` that are in force; None if it had none.
+    """An attribute's value from before all :func:`set_attributes` that are in force; None if it had no value.
 
-    Settings are kept in the order in which they were made, so the first that names the attribute replaced its value.
+    Called when attention is hooked, to see whether the user had switched off the quantization. Settings are kept in the
+    order in which they were made, so the first that names the attribute replaced its value.
     """
     mark = mark_of(module)
     for setting in [] if mark is None else mark.settings:

@@ -65,6 +65,7 @@ from lightning_obs.ranks.collectives import all_ranks_answer
 #: the attribute of a module that holds the checksums of its own parameters and buffers, by name. A plain dict: copies
 #: and pickles of a calibrated module have it, too, and need nothing of this package for it
 CHECKSUMS = "calibrated_checksums"
+#: how the names of quantization parameters end, after a base name and ``_``
 SUFFIXES = ("scale", "zero_point", "global_scale")
 #: a weight ``(R, C)`` in the numbers of its format that a rounding chose, where they are not the nearest; like scales,
 #: a plain attribute that copies have
@@ -89,16 +90,25 @@ Calibration: TypeAlias = dict[nn.Module, dict[str, Any]]
 
 
 def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
-    """The args that a calibrated module's scheme has for one of its tensors; ``input_activations`` for attention's.
+    """The args that a calibrated module's scheme has for one of its tensors; None: the tensor is not quantized.
 
     Called by the writers, and by the quantized forward.
+
+    Args:
+        module: calibrated or not.
+        base_name: ``"weight"``, ``"input"`` or ``"output"``; for the states ``"q"``, ``"k"`` and ``"v"`` of attention,
+            the result is the scheme's ``input_activations``.
     """
     scheme = get_scheme(module)
     return None if scheme is None else getattr(scheme, SCHEME_FIELDS.get(base_name, "input_activations"))
 
 
 def get_scheme(module: nn.Module) -> QuantizationScheme | None:
-    """The scheme that a module was calibrated with, or None."""
+    """The scheme that a module was calibrated with; None if it was not calibrated.
+
+    Asked wherever calibrated modules are read: by exports, reports and the quantized forward, and by a session that
+    compares schemes.
+    """
     return getattr(module, "quantization_scheme", None)
 
 
@@ -116,7 +126,9 @@ def quantized_states(module: nn.Module) -> tuple[str, ...]:
 
 @at_rest()
 def qparams_home(module: nn.Module) -> torch.Tensor | None:
-    """The tensor whose dtype scales are stored in, and on whose device they are: the weight, or attention's first.
+    """The tensor whose dtype and device a module's scales have: its weight; for attention its first parameter.
+
+    Asked when observers are made, for the dtype, and when parameters are stored or read. None: the module has neither.
 
     The tensor of an offloaded module is at rest; its qparams are on the device on which the module computes.
     """
@@ -129,7 +141,8 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name.
 
-    Wrappers are left out of the names.
+    Wrappers are left out of the names. Called for whole models, by exports, by :func:`~lightning_obs.quantized` and by
+    :func:`~lightning_obs.keep_packed`, to find the modules with a scheme.
     """
     with without_wrappers(model):
         named_modules = list(model.named_modules())
@@ -141,7 +154,7 @@ def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def calibrated_schemes(model: nn.Module) -> dict[str, QuantizationScheme]:
     """The scheme of every calibrated module, by its first name.
 
-    Writers of ONNX, GGUF and programs are asked about them.
+    Called when a model is exported to ONNX, GGUF or a program, to ask whether the format can hold these schemes.
     """
     schemes = {}
     for name, module in calibrated_modules(model):
@@ -154,7 +167,8 @@ def calibrated_schemes(model: nn.Module) -> dict[str, QuantizationScheme]:
 def write_qparams(module: nn.Module, scheme: QuantizationScheme, qparams: dict[str, torch.Tensor]) -> None:
     """Put copies of a scheme and of ``{"weight_scale": ..., "k_scale": ...}`` on a module, in place of earlier ones.
 
-    Called by finalize, by a session that restores a calibration, and for a loaded checkpoint.
+    Called by finalize, by a session that restores a calibration, and for a loaded checkpoint; for a checkpoint that is
+    quantized from its files, with meta tensors, so that its layout is known before the data.
     """
     scheme = _copy_scheme(scheme)
     qparams = as_stored(module, qparams)
@@ -186,7 +200,13 @@ def _stored_class(module: nn.Module) -> type[nn.Module]:
 
 
 def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
-    """The compressed-tensors format in which a module of ``kind`` is stored: the scheme's own, or the one to infer.
+    """The name of the compressed-tensors format in which a module is stored: the scheme's own, or else an inferred one.
+
+    Called when qparams are written to a module, and by transformers' engine before any data.
+
+    Args:
+        kind: the class under which compressed-tensors stores the module: ``nn.Linear`` for a convolution, too.
+        scheme: how the module is quantized.
 
     Integer weights below 8 bits are packed, also where inputs are quantized: compressed-tensors would give each a byte
     there (``int-quantized``), twice the size, which vLLM refuses.
@@ -225,7 +245,8 @@ def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, 
 def read_qparams(module: nn.Module) -> dict[str, torch.Tensor]:
     """The quantization parameters on a module, on its weight's device; empty if it was not calibrated.
 
-    ``model.to(device)`` does not take plain attributes along, so they are moved when they are read.
+    Called when a calibration is saved, reported or exported. ``model.to(device)`` does not take plain attributes along,
+    so they are moved when they are read.
     """
     qparams: dict[str, torch.Tensor] = {}
     attribute_names = _attribute_names(module)
@@ -288,9 +309,13 @@ def _clear(module: nn.Module) -> None:
 def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) -> Calibration:
     """The calibration that modules hold now, for :func:`put_back`; its values are not copied.
 
+    Called before another calibration replaces it, for good or for the length of a block, and by ``sensitivity``, which
+    calibrates the same model with each scheme.
+
     Args:
         model: any module.
-        only: the modules whose qparams are taken; of all others the checksums are. None: all modules.
+        only: the modules whose qparams and checksums are taken; of all other modules only the checksums are taken.
+            None: qparams and checksums of all modules.
     """
     calibration: Calibration = {}
     for module in model.modules():
@@ -308,9 +333,9 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
 
 
 def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.Tensor]:
-    """The quantization parameters of one module in a :func:`calibration_of`; none if it is not in it.
+    """The quantization parameters of one module in a result of :func:`calibration_of`; empty if it has none there.
 
-    A session calls it for the calibration that it will restore.
+    A session calls it for its own ``qparams``, also while another calibration is on the modules.
     """
     qparams = {}
     for name, value in calibration.get(module, {}).items():
@@ -373,7 +398,7 @@ def refuse_unmerged(model: nn.Module, what: str) -> None:
 
 
 def not_ready(model: nn.Module) -> CalibrationError | None:
-    """Why the model is not as it was calibrated: it was not, or has changed since; else None.
+    """The error of a model that was not calibrated, or has changed since; None: it is as it was calibrated.
 
     :func:`~lightning_obs.quantized` and, through :func:`require_ready`, every export ask it.
     """
@@ -446,9 +471,13 @@ def _names_in_checkpoint(module: nn.Module) -> Iterator[str]:
 
 @at_rest()
 def checksums(tensors: Sequence[_TensorOf]) -> list[int]:
-    """The checksum of each whole tensor, the same on all ranks; LoRA's weights count as merged.
+    """The checksum of each whole tensor, in the order of ``tensors``; the same on all ranks.
 
-    A tensor that several modules share is read once.
+    :func:`remember` and :func:`changed_since` call it. A tensor that several modules share is read once. A weight with
+    LoRA adapters counts as the sum of both.
+
+    Args:
+        tensors: pairs of a module and the name of one of its parameters or buffers.
     """
     alive = [getattr(module, name) for module, name in tensors]  # an id names one object only while that is alive
     keys: list[Hashable] = []
@@ -499,7 +528,7 @@ def _sum_over_ranks(sums: Mapping[_Reduction, torch.Tensor], count: int) -> list
 
 
 def checksum(values: torch.Tensor, first: int = 0, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The checksum of a tensor, or of a run of its elements.
+    """The checksum of a tensor, or of a run of its elements; the docstring of this file explains the sum.
 
     Args:
         values: of any dtype and shape.
@@ -553,7 +582,10 @@ def _words(values: torch.Tensor, bytes_before: int) -> torch.Tensor:
 
 
 def _odd_numbers(indices: torch.Tensor) -> torch.Tensor:
-    """A pseudorandom odd number for each index, the same on every device and in every version (splitmix64)."""
+    """A pseudorandom odd number for each index, the same on every device and in every version.
+
+    The constants and shifts are those of the generator splitmix64, as signed 64-bit integers.
+    """
     bits = (indices + 1) * -0x61C8864680B583EB
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         shifted = (bits >> shift) & ((1 << (64 - shift)) - 1)

@@ -38,7 +38,8 @@ at_rest: Callable[[], _GeneratorContextManager[None]] = disable_onloading
 def is_offloaded(module: nn.Module) -> bool:
     """Whether the module's own parameters are elsewhere while it does not run.
 
-    Its tensors are then meta tensors, or in a cache of compressed-tensors.
+    Its tensors are then meta tensors, or in a cache of compressed-tensors. Asked before training, loading or tracing,
+    which refuse such modules, and to tell their meta tensors from meta tensors that have no data.
     """
     return _hook_of(brought_in_by(module)) is not None or bool(_caches_of(module))
 
@@ -46,7 +47,7 @@ def is_offloaded(module: nn.Module) -> bool:
 def execution_device(module: nn.Module) -> torch.device | None:
     """The device on which the module, or else the first dispatched module in it, computes; None: none is dispatched.
 
-    Its quantization parameters and its inputs belong there.
+    Asked where quantization parameters are stored or read, and where inputs are moved: both belong on this device.
     """
     for inner in module.modules():
         for cache in _caches_of(inner).values():
@@ -58,7 +59,11 @@ def execution_device(module: nn.Module) -> torch.device | None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the inputs of a model belong: on its first module's device, wherever its weights are."""
+    """The device on which the inputs of a model or module belong.
+
+    It is the device on which its first dispatched module computes, else the device of its first parameter. Called by
+    the command line for its inputs, and by fine-tuning for learned scales.
+    """
     device = execution_device(model)
     return next(model.parameters()).device if device is None else device
 
@@ -66,7 +71,8 @@ def device_of(model: nn.Module) -> torch.device:
 def brought_in_by(module: nn.Module) -> nn.Module:
     """The module whose hook brings in the module's own parameters, as :func:`register_offload` noted; or itself.
 
-    Modules with the same one are loaded together.
+    Modules whose parameters one hook brings in are loaded together. Called wherever offloaded tensors are read or
+    modules are sorted by what is loaded together.
     """
     mark = mark_of(module)
     if mark is None or mark.offload_owner is None:
@@ -75,10 +81,10 @@ def brought_in_by(module: nn.Module) -> nn.Module:
 
 
 def brought_in(module: nn.Module) -> AbstractContextManager[None]:
-    """The module's own parameters and buffers are in memory inside the ``with`` block; they are not to be kept.
+    """A ``with`` block inside which the module's own parameters and buffers are in memory; they are not to be kept.
 
-    :func:`~lightning_obs.model.weight.onloaded` calls it for dispatched modules. Nothing happens where they are
-    there already: blocks of one module nest, and inside one it is not offloaded.
+    :func:`~lightning_obs.model.weight.onloaded` calls it for dispatched modules. Nothing happens where the tensors are
+    in memory already, so blocks of one module may be nested.
     """
     owner = brought_in_by(module)
     hook = _hook_of(owner)
@@ -224,9 +230,14 @@ def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 
 
 def apply_in_place(root: nn.Module, conversion: Conversion, recurse: bool) -> nn.Module:
-    """``nn.Module._apply`` of a model with dispatched modules, which stay where they are; see :func:`.stay_put`.
+    """``nn.Module._apply`` of a model with dispatched modules, which stay where they are.
 
-    ``model.to``, ``cpu`` or ``half`` ends here.
+    ``model.to``, ``cpu`` or ``half`` ends here, as long as :func:`.stay_put` has replaced the model's ``_apply``.
+
+    Args:
+        root: the model.
+        conversion: converts one tensor.
+        recurse: whether the modules inside the model are converted, too.
 
     Raises:
         CalibrationError: the conversion would change the dtype of a dispatched module's tensors.

@@ -36,15 +36,17 @@ _MERGE_REMEDY = (
 class PackedWeight(torch.Tensor):
     """A frozen weight ``(R, C)`` that is kept as a checkpoint stores it.
 
-    ``F.linear(input, weight, bias)`` also quantizes input and output where the scheme says so, with gradients, as
-    engines that run the checkpoint do.
+    :func:`~lightning_obs.keep_packed` makes one for each quantized Linear of a loaded checkpoint. ``F.linear(input,
+    weight, bias)`` also quantizes input and output where the scheme says so, with gradients, as engines that run the
+    checkpoint do.
 
     Args:
-        tensors: what the checkpoint stores of the module, by compressed-tensors' names: ``weight_packed`` or
-            ``weight``, scales, zero points, also those of activations. Not copied. ``weight_shape`` is not among them.
+        tensors: the tensors that the checkpoint stores of the module, by compressed-tensors' names: ``weight_packed``
+            or ``weight``, scales, zero points, also those of activations; without ``weight_shape``. They are not
+            copied.
         scheme: how the module is quantized, with its format.
         shape: ``(R, C)``.
-        dtype: of the decompressed weight.
+        dtype: the dtype of the decompressed weight.
     """
 
     scheme: QuantizationScheme
@@ -79,12 +81,15 @@ class PackedWeight(torch.Tensor):
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes that it takes in memory; ``nbytes`` is of the decompressed weight."""
+        """The bytes that the packed weight takes in memory; ``nbytes`` counts those of the decompressed weight."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @torch.no_grad()
     def dequantize(self) -> torch.Tensor:
-        """The weight as a tensor of its own, in its dtype."""
+        """Decompress the weight: a new plain tensor ``(R, C)`` in the weight's dtype.
+
+        Called for each product, in its forward and in its backward, and for any other operation that reads the weight.
+        """
         compressor = BaseCompressor.get_value_from_registry(CompressionFormat(self.scheme.format).value)
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -128,6 +133,8 @@ class PackedWeight(torch.Tensor):
 
     def quantize_activation(self, value: torch.Tensor, base_name: str) -> torch.Tensor:
         """Quantize and dequantize an input or output as the checkpoint says, with gradients.
+
+        Called before and after each product; returns ``value`` itself where the scheme does not quantize it.
 
         Args:
             value: ``(..., C)``.
@@ -196,9 +203,17 @@ def unpickled(
     dtype: torch.dtype,
     is_parameter: bool,
 ) -> PackedWeight:
-    """What pickling keeps of a packed weight, as one again. It may be called while ``weights_only=True`` loads.
+    """Make a packed weight of the values that its pickle holds.
 
-    ``PackedWeight.__reduce_ex__`` names it.
+    ``pickle`` and ``torch.load`` call it, because ``PackedWeight.__reduce_ex__`` names it; ``keep_packed`` allows that
+    for ``weights_only=True``.
+
+    Args:
+        tensors: the stored tensors by name.
+        scheme: the scheme's fields, as plain values.
+        shape: ``(R, C)``.
+        dtype: the dtype of the decompressed weight.
+        is_parameter: whether the pickled weight was an ``nn.Parameter``; the result is one, too, and is frozen.
     """
     weight = PackedWeight(tensors, QuantizationScheme.model_validate(scheme), shape, dtype)
     if not is_parameter:
@@ -230,9 +245,9 @@ def _converted(
 
 
 def _copied(weight: PackedWeight, source: torch.Tensor) -> PackedWeight:
-    """``weight.copy_(source)``: from another packed weight; a dense one must have the same values.
+    """``weight.copy_(source)``: copy another packed weight; a dense source must have the weight's values already.
 
-    A state dict is loaded by the first. The second is how DDP gives all ranks the weights of the first.
+    Loading a state dict copies a packed weight. DDP copies dense weights of the first rank to all ranks when it begins.
     """
     if isinstance(source, PackedWeight) and source.tensors.keys() == weight.tensors.keys():
         for name, tensor in weight.tensors.items():
@@ -244,7 +259,7 @@ def _copied(weight: PackedWeight, source: torch.Tensor) -> PackedWeight:
 
 
 def _refuse_writing(func: Any, args: Any) -> None:
-    """Raise a CalibrationError for an operation that changes a packed weight, and for the one that FSDP2 cuts it by."""
+    """Raise a CalibrationError for an operation that writes to a packed weight, or splits it as FSDP2 does."""
     if func is _aten.split.Tensor:
         raise CalibrationError(
             "a packed weight cannot be cut into shards",
@@ -282,7 +297,10 @@ def _linear(input: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None
 
 
 class _PackedLinear(torch.autograd.Function):
-    """The product with a weight that is decompressed once more in the backward, so that none waits there."""
+    """The product with a packed weight, which is decompressed once more in the backward.
+
+    So no decompressed weight stays in memory between the two.
+    """
 
     @staticmethod
     def forward(input: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None) -> torch.Tensor:

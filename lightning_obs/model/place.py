@@ -13,11 +13,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 class Place:
     """Where one of a module's own parameters or buffers is; by default whole on this rank.
 
-    :func:`~lightning_obs.model.weight.place_of` makes it of a tensor, :mod:`.fsdp1` of what FSDP1 has flattened.
-    Shapes, checksums, searches on several ranks and the writer of checkpoints read it.
+    :func:`~lightning_obs.model.weight.place_of` makes it of a tensor when it is asked; :mod:`.fsdp1` makes it of a
+    parameter that FSDP1 has flattened, when a model is taken up. The functions for shapes and checksums, searches on
+    several ranks and the writer of checkpoints read it.
 
     Attributes:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         first: the index, in the flattened whole, of this rank's first element; not 0 in flat shards of FSDP1 only.
         groups: the groups of ranks over which the tensor is cut, one for each dimension of the device mesh that cuts
             it. Empty: this rank has the whole.

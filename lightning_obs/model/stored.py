@@ -19,22 +19,31 @@ from lightning_obs.numerics.fake_quantize import dequantize, quantize
 
 
 class StoredRange(NamedTuple):
-    """The quantization parameters of one tensor of a module, as they are stored."""
+    """The quantization parameters of one tensor of a module, as they are stored.
 
+    :func:`stored_range` makes it when a file is written; the writers of ONNX files, GGUF files and programs read it.
+    """
+
+    #: how the tensor is quantized
     args: QuantizationArgs
-    #: in the weight's dtype, in the shape that compressed-tensors has for it: ``(1,)``, ``(R, 1)``, ``(R, C / group)``
+    #: the scale, in the weight's dtype and in compressed-tensors' shape: ``(1,)``, ``(R, 1)``, ``(R, C / group)``
     scale: torch.Tensor
-    #: int8, in the shape of the scale: 0 where the scheme is symmetric
+    #: the zero point, in int8 and in the shape of the scale; 0 where the scheme is symmetric
     zero_point: torch.Tensor
-    #: ``(1,)`` in float32, of formats with two levels of scales; None: of all others
+    #: the global scale ``(1,)`` in float32, of a format with two levels of scales; None: the format has one level
     global_scale: torch.Tensor | None = None
 
 
 class StoredWeight(NamedTuple):
-    """A weight as the integers, or small floats, that stand for it."""
+    """A weight as the integers, or small floats, that stand for it.
 
-    #: of the matrix ``(R, C)`` of the weight: int8; float8; of four-bit floats, their bits in int8
+    :func:`stored_weight` makes it when a file is written; the writer of GGUF files and :func:`stored_codes` read it.
+    """
+
+    #: the codes of the weight's matrix ``(R, C)``: integers in int8, floats in float8, the bits of four-bit floats in
+    #: int8
     codes: torch.Tensor
+    #: the quantization parameters under which the codes stand for the weight
     range: StoredRange
 
 
@@ -64,7 +73,7 @@ def stored_range(module: nn.Module, base_name: str) -> StoredRange | None:
 def stored_weight(module: nn.Module) -> StoredWeight | None:
     """The codes of a calibrated module's weight: those that a rounding chose, else the nearest.
 
-    Called by the writers of ONNX files, programs and GGUF files.
+    Called by the writer of GGUF files, and through :func:`stored_codes` by the writers of ONNX files and programs.
 
     Args:
         module: calibrated, its weight whole on this rank. LoRA adapters beside the weight are a part of it.
@@ -89,7 +98,10 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
 
 
 def stored_codes(module: nn.Module) -> torch.Tensor:
-    """The codes of a calibrated weight in the shape that the module has it in; called by writers of traced graphs."""
+    """The codes of a calibrated weight, in the shape of the module's own weight.
+
+    The writers of ONNX files and programs, which trace a graph, call it when they put the codes into the graph.
+    """
     stored = stored_weight(module)
     shape = whole_shape(module)
     assert stored is not None  # the scheme quantizes the weight
@@ -103,9 +115,11 @@ def stored_codes(module: nn.Module) -> torch.Tensor:
 def bias_step(module: nn.Module) -> torch.Tensor | None:
     """The step of a module's bias where engines compute the module from integers to integers.
 
-    They add the bias to sums of products of integers, as an int32, so it is rounded to a multiple of the sums' step,
-    ``input_scale * weight_scale``. That is a hundredth of an output's step, but enough to take a few of a thousand
-    outputs to the next level, which adds up over layers. Where a module gives floats, engines add the bias in float.
+    The quantized forward and the writers of checkpoints, ONNX files and programs call it, and then :func:`round_bias`.
+    Engines add the bias to sums of products of integers, as an int32, so it is rounded to a multiple of the sums' step,
+    ``input_scale * weight_scale``. This step is about a hundredth of an output's step, but enough to take a few of a
+    thousand outputs to the next level, which adds up over layers. Where a module gives floats, engines add the bias in
+    float.
 
     Returns:
         ``(rows,)`` or ``(1,)`` in float32; None where the bias stays in float: the module has none, or its scheme does

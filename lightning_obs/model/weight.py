@@ -40,11 +40,13 @@ from lightning_obs.ranks.collectives import all_ranks_answer
 def register_surroundings(model: nn.Module) -> None:
     """Note on the marks of a model's modules which wrapper of FSDP1, hook of accelerate or LoRA layer they belong to.
 
-    A session does it for the model that it calibrates. Marks are not copied, so a function that may be given a copy of
-    a calibrated model calls this before it reads weights. (A model under FSDP1 cannot be copied.)
+    A session calls it for the model that it calibrates, before it makes a plan. Marks are not copied, so a function
+    that may be given a copy of a calibrated model calls this before it reads weights. (A model under FSDP1 cannot be
+    copied.)
 
     Raises:
-        CalibrationError: as by :func:`register_shards`.
+        CalibrationError: FSDP1 shards parameters in a way that calibration does not support
+            (:func:`.register_fsdp_units`).
     """
     register_shards(model)
     if any(map(is_dispatched, model.modules())):
@@ -53,7 +55,7 @@ def register_surroundings(model: nn.Module) -> None:
 
 
 def register_shards(root: nn.Module) -> None:
-    """Note where FSDP1 keeps parameters (:func:`register_fsdp_units`), in a process that has ranks to shard over.
+    """Note where FSDP1 keeps parameters (:func:`.register_fsdp_units`); nothing without ``torch.distributed``.
 
     The callbacks call it in each run, with the outermost module that Lightning has wrapped, and an export calls it.
     """
@@ -62,9 +64,10 @@ def register_shards(root: nn.Module) -> None:
 
 
 def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them; returns the undoing.
+    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them.
 
-    The callbacks call it for the length of a run, and the command line for a model that it has loaded.
+    Returns a function that restores the old behaviour. The callbacks call it for the length of a run, and the command
+    line for a model that it has loaded.
     """
 
     def apply(conversion: Conversion, recurse: bool = True) -> nn.Module:
@@ -82,7 +85,7 @@ def stay_put(root: nn.Module) -> Callable[[], None]:
 def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
     """The shape of one of the module's own tensors, unsharded; None without such a tensor.
 
-    Known without loading or gathering the tensor.
+    Asked while a model is planned and where formats or layers are checked: the tensor is not loaded or gathered.
     """
     if not isinstance(getattr(module, name, None), torch.Tensor):
         return None
@@ -90,7 +93,10 @@ def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
 
 
 def matrix_shape(module: nn.Module) -> torch.Size | None:
-    """The shape of the whole weight as a matrix ``(output channels, inputs of each)``; None without such a weight."""
+    """The shape of the whole weight as a matrix ``(output channels, inputs of each)``; None without such a weight.
+
+    Asked while a model is planned, and by engines and observers before data; the weight is not loaded or gathered.
+    """
     shape = whole_shape(module)
     if shape is None:
         return None
@@ -101,7 +107,8 @@ def matrix_shape(module: nn.Module) -> torch.Size | None:
 def place_of(module: nn.Module, name: str = "weight") -> Place:
     """Where one of the module's own parameters or buffers is.
 
-    Asked for metadata, checksums, searches on several ranks and files.
+    Called for a tensor's whole shape, for checksums, where ranks share out the search for scales, and where files are
+    laid out. Nothing is loaded or gathered.
     """
     tensor = getattr(module, name)
     fsdp_place = _fsdp_places_of(module).get(name)
@@ -127,7 +134,7 @@ def _fsdp_places_of(module: nn.Module) -> dict[str, Place]:
 def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1.
 
-    Weights of one unit are gathered together.
+    Called before weights are gathered, since those of one unit are gathered together, and while a model is planned.
     """
     for place in _fsdp_places_of(module).values():
         return place.unit
@@ -146,7 +153,8 @@ def in_shards(module: nn.Module) -> bool:
 def adapters_of(module: nn.Module) -> Any:
     """The LoRA layer around a base layer, as long as its adapters are not merged into the weight; else None.
 
-    Its adapters count as a part of the base layer's weight.
+    Called wherever a weight is read, trained or watched, since these adapters count as a part of it, and by exports
+    that cannot merge adapters.
     """
     mark = mark_of(module)
     if mark is None or mark.lora_layer is None or mark.lora_layer.merged:
@@ -155,14 +163,17 @@ def adapters_of(module: nn.Module) -> Any:
 
 
 def identity(module: nn.Module, name: str = "weight") -> Hashable:
-    """An identity that tied parameters share, also where each offloaded module makes a tensor of its own."""
+    """A value that is equal for tied parameters only, also where each offloaded module makes a tensor of its own.
+
+    Called wherever a tied parameter must count once: in plans, checksums, sizes and checkpoints.
+    """
     return source_of(module, name) if is_dispatched(module) else id(getattr(module, name))
 
 
 def identities(model: nn.Module) -> dict[str, Hashable]:
     """The :func:`identity` of each parameter and buffer, under all of its names.
 
-    Files store each identity once.
+    Called when a checkpoint is written or loaded, since transformers stores each identity once, and for sizes.
     """
     by_name: dict[str, Hashable] = {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -194,16 +205,19 @@ def model_bytes(model: nn.Module) -> int:
 def held(module: nn.Module) -> Iterator[torch.Tensor | None]:
     """The whole weight as a matrix ``(output channels, inputs of each)`` inside the ``with`` block, adapters merged.
 
-    The way to a weight for report, experts and choices; finalize and the writers enter its two parts by themselves.
-    It is not to be written to or kept; None where the module has none. Every rank must enter a sharded weight's
-    block.
+    Entered for the errors of a report, and by fine-tuning; finalize and the writers call :func:`whole_unit` and
+    :func:`whole_matrix` by themselves. The matrix is not to be written to or kept. It is None if the module has no such
+    weight. Every rank must enter the block of a sharded weight.
     """
     with whole_unit(module):
         yield whole_matrix(module)
 
 
 def whole_matrix(module: nn.Module) -> torch.Tensor | None:
-    """The whole weight as in :func:`held`, of a module that is inside :func:`whole_unit`."""
+    """The whole weight as a matrix, adapters merged, of a module that is inside :func:`whole_unit`; None without one.
+
+    Called when finalize searches scales and when a weight is written. A DTensor is gathered: every rank must call it.
+    """
     weight = full_weight(module)
     return None if weight is None else to_matrix(module, whole_tensor(weight))
 
@@ -212,6 +226,7 @@ def whole_matrix(module: nn.Module) -> torch.Tensor | None:
 def whole_unit(module: nn.Module) -> Iterator[None]:
     """Gather the module's unit of FSDP1, and bring in its offloaded tensors, inside the ``with`` block.
 
+    Entered before the weights of a unit are read, by :func:`held`, by finalize and by the writer of checkpoints.
     DTensors stay sharded. Every rank must enter it.
     """
     unit = unit_of(module)
@@ -234,7 +249,10 @@ def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
 
 
 def onloaded(module: nn.Module) -> AbstractContextManager[None]:
-    """A block in which the module's offloaded tensors are in memory; of sharded tensors, this rank's part."""
+    """A ``with`` block in which the module's offloaded tensors are in memory; of sharded tensors, this rank's part.
+
+    Entered before tensors are read for a search, for checksums, or for a copy that shares the weights.
+    """
     return brought_in(module) if is_dispatched(module) else nullcontext()
 
 
@@ -251,11 +269,14 @@ def full_weight(module: nn.Module) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class AddedAdapters:
-    """Adds the adapters that are active now to a weight; to be called at any later time.
+    """A function that adds LoRA adapters to a weight: the adapters that were active when :meth:`of` made it.
+
+    :func:`full_weight` calls it at once. The quantized forward in training keeps it, and calls it in the forward and
+    again in the backward.
 
     Attributes:
-        layer: the LoRA layer around the weight's module; None: there is none, and the weight is returned as it is.
-        names: of the adapters.
+        layer: the LoRA layer around the weight's module; None: there is none, and nothing is added to the weight.
+        names: the names of the adapters in ``layer``.
     """
 
     layer: Any = None
@@ -263,7 +284,7 @@ class AddedAdapters:
 
     @classmethod
     def of(cls, module: nn.Module) -> AddedAdapters:
-        """The adapters that are a part of a module's weight now."""
+        """Make the function for the adapters that are a part of a module's weight now; none if they are disabled."""
         layer = adapters_of(module)
         if layer is None or getattr(layer, "disable_adapters", False):
             return cls()
@@ -279,7 +300,7 @@ class AddedAdapters:
         return weight
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of the adapters."""
+        """The parameters of the adapters; the quantized forward in training asks, since they get gradients, too."""
         parameters: list[torch.Tensor] = []
         for name in self.names:
             for part in (self.layer.lora_A, self.layer.lora_B):
@@ -288,7 +309,10 @@ class AddedAdapters:
 
 
 def whole_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Gather a sharded DTensor; every rank must call this. Any other tensor is returned as it is."""
+    """Gather a sharded DTensor; every rank must call this. Any other tensor is returned detached, but not copied.
+
+    Called when a weight is made whole for finalize, or written to a checkpoint.
+    """
     value = value.detach()
     if not isinstance(value, DTensor):
         return value
@@ -310,7 +334,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
     """This rank's part of one of the module's tensors, adapters merged into a weight.
 
-    Checksums are computed of it.
+    Called for each tensor whose checksum is computed; the checksums of the ranks' parts are added up.
 
     Returns:
         The part, and the index of its first element in the flattened whole. A shard that is no run of rows comes as a
