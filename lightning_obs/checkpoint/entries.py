@@ -97,7 +97,7 @@ def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors
     """A module's own entries as meta tensors, by their names in the module.
 
     Args:
-        module: calibrated or not.
+        module: a module, calibrated or not.
         keys: the names of its tensors that are in the state dict.
         name: the module's name in the model, for errors.
     """
@@ -473,7 +473,7 @@ def _blocks_of_rows(matrix: torch.Tensor, rows_per_scale: int) -> Iterator[tuple
     """Yield, for each block of rows of a matrix, the index of its first row and the index after its last row.
 
     Args:
-        matrix: to cut into blocks of about ``_ELEMENTS_AT_ONCE`` elements.
+        matrix: the matrix to cut into blocks of about ``_ELEMENTS_AT_ONCE`` elements.
         rows_per_scale: rows that share a scale, which no block cuts.
     """
     rows = _ELEMENTS_AT_ONCE // max(1, matrix.shape[1])
@@ -486,7 +486,7 @@ def _rows_of(entries: Tensors, start: int, stop: int, heights: Mapping[str, int]
     """Cut the entries to the rows from ``start`` to ``stop`` of the matrix.
 
     Args:
-        entries: of the whole matrix.
+        entries: the entries of the whole matrix.
         start: the matrix's first row to take.
         stop: the row after the last row to take.
         heights: the result of :func:`_matrix_rows_per_entry_row`; an entry without rows to cut is taken whole.
@@ -556,8 +556,8 @@ def _with_codes(entries: Tensors, codes: torch.Tensor, scheme: QuantizationSchem
     This is faster: compressed-tensors rounds to fp4 by masks, and packs by scattering bits.
 
     Args:
-        entries: of a matrix or of some of its rows; changed.
-        codes: of its weights, in the shape of ``weight``.
+        entries: the entries of a matrix or of some of its rows; the dict is changed.
+        codes: the codes of its weights, in the shape of ``weight``.
         scheme: how the matrix is quantized.
     """
     args = scheme.weights

@@ -116,7 +116,7 @@ def _check_initializer(model: nn.Module, packed: Collection[str]) -> None:
     """Refuse packed weights if the model's class reads weights to initialize others while it loads.
 
     Args:
-        model: that is calibrated.
+        model: the module that is calibrated.
         packed: names of the modules whose weights will be stored packed, so that they have no ``weight`` then.
     """
     fault = initializer_fault(model, packed)

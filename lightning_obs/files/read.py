@@ -20,7 +20,7 @@ def read_json(path: str | os.PathLike[str], *, expected: str | None = None, reme
     Args:
         path: the file.
         expected: the content that the file should have, for the error.
-        remedy: for the error.
+        remedy: the remedy that the error names.
 
     Returns:
         The object, a dict.
@@ -50,7 +50,7 @@ def naming(path: str | os.PathLike[str], *, expected: str | None = None, remedy:
     Args:
         path: the file or folder that is read.
         expected: the content that the file should have, for the error.
-        remedy: for the error.
+        remedy: the remedy that the error names.
     """
     try:
         yield

@@ -147,7 +147,7 @@ class TensorWriter:
         Several processes may do this to one file, each for its own share of the tensors: all write the same bytes.
 
         Args:
-            path: of the file.
+            path: the path of the file.
             layout: a meta tensor for each tensor in the file, by name.
         """
         names = sorted(layout, key=lambda name: _order_in_file(name, layout[name]))
@@ -212,7 +212,7 @@ class TensorWriter:
 
         Args:
             name: a name of the layout.
-            reader: of the other checkpoint.
+            reader: the reader of the other checkpoint.
             source: the tensor's name there; its dtype and shape are the same.
         """
         place = self._files.places[name]
@@ -275,7 +275,7 @@ class TensorReader:
         """Open a file, check its header, and keep the places of its tensors.
 
         Args:
-            path: of the file.
+            path: the path of the file.
             expected_names: the tensors that it has to hold, by the index; None: there is no index.
         """
         if not path.is_file():
@@ -331,7 +331,7 @@ class TensorReader:
         Called to load a checkpoint, and to load the modules of a model that is quantized from its files.
 
         Args:
-            name: of the tensor.
+            name: the name of the tensor.
             item: an index of the first dimension, such as an expert's; None: the whole tensor.
 
         Returns:
@@ -379,7 +379,8 @@ class TensorReader:
         killed run.
 
         Args:
-            checksums: of tensors that were read earlier, as in :attr:`checksums`, perhaps by another process.
+            checksums: the checksums of tensors that were read earlier, perhaps by another process, in the form of
+                :attr:`checksums`.
         """
         watched = dict(self.checksums or {})
         watched.update(checksums or {})
@@ -401,7 +402,7 @@ class TensorReader:
         """Read tensors again, and name the ones that differ; called when a run goes on after a killed one.
 
         Args:
-            checksums: as in :attr:`checksums`, of the killed run.
+            checksums: the checksums of the killed run, in the form of :attr:`checksums`.
         """
         names = []
         for (name, item), checksum in checksums.items():
@@ -487,7 +488,9 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
     The writer of a checkpoint calls this; the command line calls it with no tensors, to check ``max_shard_size``.
 
     Args:
-        layout, max_shard_size, file: as for :class:`TensorWriter`.
+        layout: a meta tensor for each name, in the order in which tensors are distributed to files.
+        max_shard_size: largest size of a file [bytes], or ``"5GB"``; a larger tensor has a file of its own.
+        file: name of the file if there is only one.
 
     Returns:
         huggingface_hub's ``StateDictSplit``.

@@ -103,7 +103,7 @@ def _refuse_unmovable(target: Path, folder: Path) -> None:
 
     Args:
         target: the folder without symlinks.
-        folder: as the user wrote it, for the error.
+        folder: the folder's path as the user wrote it, for the error.
     """
     kind = None
     if Path.cwd().is_relative_to(target):
@@ -339,7 +339,7 @@ class Staging:
         target: the path that the content will take, without symlinks.
 
     Attributes:
-        target: as given.
+        target: the path that the content will take.
         partial: a path inside the hidden folder, at which the caller writes the content.
     """
 

@@ -1,8 +1,8 @@
 """How transformers changes a model's tensors between its modules and its files: it renames, merges and splits them.
 
 Files on the hub may be older than the classes that load them: they may store q, k and v as one matrix. transformers'
-loader then splits the weight, but not its scales. This file asks the loader's own functions and tables; it imports
-none of them.
+loader then splits the weight, but not its scales. This file asks the loader's own functions and tables. It takes them
+from ``sys.modules``, and does not import transformers.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ _INSIDE = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_
 
 
 def inside(module: nn.Module) -> nn.Module | None:
-    """The module in a wrapper, which may be a wrapper, too; None if ``module`` is no wrapper.
+    """The module in a wrapper, which may itself be a wrapper; None if ``module`` is no wrapper.
 
     Called to step through the wrappers around a model; the docstring of this file lists them. A wrapper of peft that
     holds several copies gives the active one.

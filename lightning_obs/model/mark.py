@@ -196,12 +196,12 @@ def keep_out_of_copies(
 
     Args:
         module: any module of the user's.
-        take_out: takes the thing out of a copy of the module's ``__dict__``. The tables of torch in it (hooks,
-            submodules) are copies, too.
-        remove: takes the thing off the module itself. By default ``take_out`` does, from the ``__dict__``.
+        take_out: takes the thing out of a copy of the module's ``__dict__``. The tables of torch in this dict (hooks,
+            submodules) are copies as well.
+        remove: takes the thing off the module itself; None: ``take_out`` is called with the module's ``__dict__``.
 
     Returns:
-        A function that calls ``remove``; copies are then no longer changed.
+        A function that takes the thing off the module; ``take_out`` is no longer called for copies then.
     """
     mark = make_mark(module)
     mark.take_outs.append(take_out)

@@ -95,7 +95,7 @@ def args_of(module: nn.Module, base_name: str) -> QuantizationArgs | None:
     Called by the writers, and by the quantized forward.
 
     Args:
-        module: calibrated or not.
+        module: a module, calibrated or not.
         base_name: ``"weight"``, ``"input"`` or ``"output"``; for the states ``"q"``, ``"k"`` and ``"v"`` of attention,
             the result is the scheme's ``input_activations``.
     """
@@ -374,7 +374,7 @@ def require_ready(model: nn.Module, merged_for: str | None = None) -> None:
     Every export calls it first.
 
     Args:
-        model: calibrated or not.
+        model: a model, calibrated or not.
         merged_for: what the model is needed for, if that needs adapters of LoRA merged into the weights.
     """
     if merged_for is not None:
@@ -531,7 +531,7 @@ def checksum(values: torch.Tensor, first: int = 0, out: torch.Tensor | None = No
     """The checksum of a tensor, or of a run of its elements; the docstring of this file explains the sum.
 
     Args:
-        values: of any dtype and shape.
+        values: the tensor, or the run of elements, of any dtype and shape.
         first: the index of the first of ``values`` in the flattened whole tensor. The checksum of the whole is the sum
             of the checksums of its runs, modulo 2**64.
         out: a scalar in int64 to write the checksum to.

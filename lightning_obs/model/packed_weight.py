@@ -238,7 +238,7 @@ def has_packed(model: nn.Module) -> bool:
 def _converted(
     weight: PackedWeight, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> torch.Tensor:
-    """``weight.to(dtype, device)``. The stored tensors keep their dtypes: another dtype is of what is decompressed."""
+    """``weight.to(dtype, device)``. The stored tensors keep their dtypes: ``dtype`` is of the decompressed weight."""
     if device is not None and torch.device(device).type == "meta":
         return torch.empty(weight.shape, dtype=dtype or weight.dtype, device="meta")
     return weight._with(lambda tensor: tensor.to(device, copy=True), dtype)

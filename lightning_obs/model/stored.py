@@ -53,7 +53,7 @@ def stored_range(module: nn.Module, base_name: str) -> StoredRange | None:
     Called by the writers of ONNX files, programs and GGUF files.
 
     Args:
-        module: calibrated.
+        module: a calibrated module.
         base_name: ``"weight"``, ``"input"`` or ``"output"``.
 
     Returns:
@@ -76,7 +76,8 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
     Called by the writer of GGUF files, and through :func:`stored_codes` by the writers of ONNX files and programs.
 
     Args:
-        module: calibrated, its weight whole on this rank. LoRA adapters beside the weight are a part of it.
+        module: a calibrated module whose weight is whole on this rank. LoRA adapters beside the weight are a part of
+            the weight.
 
     Returns:
         None where the module's scheme does not quantize the weight.

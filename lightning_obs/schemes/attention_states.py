@@ -117,7 +117,7 @@ def find_states(
     """The attention modules whose states ``config`` quantizes, checked without data; called by ``build_plan``.
 
     Args:
-        model: that will be calibrated.
+        model: the module that will be calibrated.
         config: the user's.
         by_target: the group of each of its targets.
 
@@ -220,7 +220,7 @@ def _check_schemes(kv: QuantizationArgs | None, groups: Mapping[str, Quantizatio
 
     Args:
         kv: the args of the kv cache; None: only groups quantize states.
-        groups: by name, the group of each targeted attention module.
+        groups: the group of each targeted attention module, by the module's name.
     """
     with_weights: list[str] = []
     for name, group in groups.items():
@@ -295,7 +295,7 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
         count_heads(model), get_head_dim(config)
     except (ValueError, RuntimeError) as error:  # compressed-tensors or transformers cannot count the heads
         lacking = "without num_key_value_heads" if "key_value" in str(error) else "without heads"
-        if isinstance(error, RuntimeError):  # transformers' own, as of Gemma 4
+        if isinstance(error, RuntimeError):  # raised by transformers, for Gemma 4 among others
             lacking = "whose layers have heads of different sizes"
         raise CalibrationError(
             "compressed-tensors cannot tell the number of heads, so the checkpoint would not load",

@@ -3,7 +3,7 @@
 A run that would fail after an hour of calibration is refused here, before it starts. A ``check_`` raises a
 CalibrationError that names modules and a remedy. After a ``warn_`` the calibration goes on: its result is right, but
 perhaps not intended. Whether an engine loads the checkpoint is asked afterwards (``engines/``).
-Targets and the entries of ``ignore`` are patterns; what is said of those that match no module stands at the end.
+Targets and the entries of ``ignore`` are patterns; the functions for patterns that match no module are at the end.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ _EXPECTED = (
 _SCHEME_FIELDS = set(QuantizationScheme.model_fields)
 #: the key that names a preset among the fields of a scheme; the others replace the preset's own
 PRESET = "preset"
-#: what a checkpoint's ``quantization_config`` holds beside the fields of a ``QuantizationConfig``
+#: keys that a checkpoint's ``quantization_config`` may have beside the fields of a ``QuantizationConfig``
 _OF_CHECKPOINTS = ("version", "sparsity_config", "transform_config")
 
 
@@ -166,7 +166,7 @@ def resolve_config(
     - None, to quantize the kv cache alone
 
     Args:
-        scheme: as above.
+        scheme: a scheme in one of the forms above.
         targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme.
         ignore: the modules to leave out, in the same form.
         observers: by base name, observers that replace the scheme's and the recipe's, with their hyperparameters. The
@@ -589,7 +589,7 @@ def label(scheme: SchemeLike | None, config: QuantizationConfig) -> str:
     The property ``label`` of the options gives it to users.
 
     Args:
-        scheme: as the user wrote it.
+        scheme: the scheme in the form in which the user wrote it.
         config: the config that :func:`resolve_config` made of it.
 
     >>> scheme = {"weights": {"num_bits": 4, "group_size": 64}}

@@ -304,7 +304,8 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
 
 #: how many classes a text of shares names at most; the shares of the others are added up
 _NAMED = 4
-#: what quantizes the weights of a class after all, and what a user has to expect of it
+#: by class: how its weights can be quantized after all, and what a user has to expect of that; added to the class in a
+#: text of shares
 _REMEDIES = {nn.MultiheadAttention.__name__: " (linearize_attention makes it Linears)"}
 for _layer in (nn.LSTM, nn.GRU):
     _REMEDIES[_layer.__name__] = " (linearize_recurrent lets its weights be quantized: smaller, not faster)"
