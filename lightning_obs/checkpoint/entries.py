@@ -61,7 +61,10 @@ class Entry(NamedTuple):
 
 
 class _OwnTensors(NamedTuple):
-    """The tensors of a state dict that one module has itself, not the modules inside it."""
+    """The tensors of a state dict that one module has itself, not the modules inside it.
+
+    :func:`_own_tensors` makes one for each name of a module, while a checkpoint is laid out or written.
+    """
 
     #: precedes the module's own names in the state dict: ``"layers.0."``; empty for the model
     prefix: str
@@ -216,7 +219,7 @@ class _Output:
 def module_entries(module: nn.Module) -> Iterable[Entry]:
     """One module's own entries in a checkpoint, compressed if it was calibrated, by their names in the module.
 
-    Called to write a checkpoint from files, where one module after the other is loaded.
+    Called while a checkpoint is quantized from its files, for each module once it is loaded.
     """
     state = _state_tensors(module)
     return _gathered_entries(module, _keys_in(state, module, ""))

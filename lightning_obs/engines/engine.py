@@ -35,7 +35,7 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware that runs a checkpoint: an engine's answer to :meth:`Engine.takes` and :meth:`Engine.check`.
+    """The hardware that runs a module or a checkpoint: an engine's answer to :meth:`Engine.takes` and ``check``.
 
     NVIDIA GPUs are told apart by their compute capability. ``str()`` is the text that users read: ``"CPU, CUDA
     capability 7.5 or newer"``.

@@ -50,8 +50,10 @@ class Transformers(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
+        # Asked before any data. The functions below raise the error of a checkpoint that would not load with the same
+        # numbers. The answer is always None: which hardware runs the model is not judged.
         in_transformers = is_transformers_model(planned.model)
-        packed = set()
+        packed = set()  # names of the modules whose weights will be stored packed, several numbers to a word
         for target in planned.targets:
             if "pack" in storage_format(nn.Linear, target.scheme):
                 packed.add(target.name)

@@ -49,7 +49,10 @@ _DOWNLOAD_AGAIN = "download or copy the checkpoint again."
 
 
 class _Place(NamedTuple):
-    """The place of one tensor: an open file's descriptor, the tensor's first byte there, its shape and dtype."""
+    """The place of one tensor: an open file's descriptor, the tensor's first byte there, its shape and dtype.
+
+    A writer makes it when it begins a file, a reader when it opens one; both find a tensor by it later.
+    """
 
     file: int
     start: int

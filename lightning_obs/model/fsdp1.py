@@ -57,6 +57,7 @@ def register_fsdp_units(root: nn.Module) -> None:
 
 
 def _refuse_unreadable(root: nn.Module, wrappers: list[FullyShardedDataParallel]) -> None:
+    # Refuse flat parameters without the original ones beside them, and parameters that FSDP1 keeps on the CPU.
     for parameter in root.parameters():
         if isinstance(parameter, FlatParameter):
             raise CalibrationError(

@@ -79,6 +79,7 @@ class ModuleKind:
 
 
 def _is_a(*classes: type[nn.Module]) -> Callable[[nn.Module], bool]:
+    # A predicate for a row of KINDS: whether a module is an instance of one of the classes.
     return lambda module: isinstance(module, classes)
 
 
@@ -93,7 +94,8 @@ def _is_of_class(module: object, package: str, name: str) -> bool:
 def is_conv1d_of_transformers(module: nn.Module) -> bool:
     """Whether a module is transformers' ``Conv1D``, a Linear whose weight is stored transposed.
 
-    Its product is ``torch.addmm``, not ``F.linear``.
+    Asked for the kind of a module, and for the product that a layer computes in training: a ``Conv1D`` computes
+    ``torch.addmm``, not ``F.linear``.
     """
     return _is_of_class(module, "transformers.pytorch_utils", "Conv1D")
 

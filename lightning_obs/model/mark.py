@@ -158,7 +158,7 @@ class Mark:
 def mark_of(module: nn.Module) -> Mark | None:
     """The mark of a module; None if it has none.
 
-    A module has one only while there is something to say about it.
+    A module has a mark only while a fact about it is noted, or something is on it. Called by all that read such facts.
     """
     return vars(module).get(_ATTRIBUTE)
 
@@ -179,7 +179,10 @@ def make_mark(module: nn.Module) -> Mark:
 
 
 def is_inside_quantized(module: nn.Module) -> bool:
-    """Whether the module is in a :func:`~lightning_obs.quantized` block now, so that its calls are not observed."""
+    """Whether the module is in a :func:`~lightning_obs.quantized` block now.
+
+    The hooks of a calibration ask it at each call of a module, because calls in such a block are not observed.
+    """
     mark = mark_of(module)
     return mark is not None and bool(mark.quantizing_threads)
 

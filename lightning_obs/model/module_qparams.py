@@ -73,6 +73,7 @@ ROUNDED = "weight_rounded"
 
 
 def _qparam_names() -> tuple[str, ...]:
+    # Every name that a quantization parameter can have: weight_scale, input_zero_point, k_scale...; and ROUNDED.
     names = []
     for base_name in (*SCHEME_FIELDS, *ATTENTION):
         for suffix in SUFFIXES:
@@ -81,6 +82,7 @@ def _qparam_names() -> tuple[str, ...]:
 
 
 _QPARAMS = _qparam_names()
+#: attributes of a calibrated module by which compressed-tensors knows how it is quantized
 _SCHEME = ("quantization_scheme", "quantization_status", "quantization_enabled")
 #: names that calibration sets on a module: plain attributes, or buffers
 CALIBRATED = (*_QPARAMS, *_SCHEME)
@@ -289,7 +291,7 @@ def _attribute_names(module: nn.Module) -> set[str]:
 def clear_qparams(module: nn.Module) -> None:
     """Remove everything that calibration has set on a module.
 
-    Called before a module is calibrated anew, and where one is released after it was stored.
+    Called before a module is calibrated anew, and where a module's data are released after they were stored.
     """
     _clear(module)
     vars(module).pop(CHECKSUMS, None)
@@ -347,7 +349,8 @@ def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.T
 def put_back(calibration: Calibration) -> None:
     """Restore the calibration that modules had when :func:`calibration_of` was called.
 
-    Called where a calibration fails, and where another calibration was in force for a while.
+    Called where a new calibration fails, at the end of a block in which another calibration was on the modules, and by
+    ``sensitivity`` after each scheme.
     """
     for module, values in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):
@@ -573,7 +576,12 @@ def _tile_multipliers(number: int) -> list[int]:
 
 
 def _words(values: torch.Tensor, bytes_before: int) -> torch.Tensor:
-    """The bits as int32, with zeros for the bytes of the first and last word that other ranks hold."""
+    """The bits of a tensor as words of 32 bits, in int32; bytes of its first and last word that it lacks are zero.
+
+    Args:
+        values: a tensor, or the run of its elements that this rank holds.
+        bytes_before: how many bytes of the first word precede ``values`` in the whole tensor.
+    """
     bits = values.contiguous().view(-1).view(torch.uint8)
     bytes_after = -(bytes_before + len(bits)) % _BYTES_PER_WORD
     if bytes_before or bytes_after or bits.storage_offset() % _BYTES_PER_WORD:

@@ -144,7 +144,7 @@ def _read_errors_named(module: nn.Module) -> Iterator[None]:
 
 
 def source_of(module: nn.Module, name: str) -> Hashable:
-    """An identity that tied parameters of dispatched modules share, :data:`at_rest`.
+    """A value that is equal for tied parameters of dispatched modules only, while these are :data:`at_rest`.
 
     :func:`~lightning_obs.model.weight.identity` calls it. accelerate makes a new parameter at each call, so its
     source identifies it: memory, or a tensor of a file. Files that accelerate wrote itself hold every tied weight
@@ -223,6 +223,7 @@ def _caches_of(module: nn.Module) -> dict[str, Any]:
 
 
 def _own_tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
+    # Its parameters and buffers; with ``recurse`` also those of the modules inside it.
     return chain(module.parameters(recurse), module.buffers(recurse))
 
 

@@ -161,6 +161,7 @@ class PackedWeight(torch.Tensor):
         return unpickled, (self.tensors, scheme, tuple(self.shape), self.dtype, is_parameter)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        # torch.compile takes the weight apart into its stored tensors here, and rebuilds it by __tensor_unflatten__.
         return list(self.stored_names), (self.scheme, self.dtype)
 
     @staticmethod
@@ -175,6 +176,7 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch calls this for every function of torch that is given a packed weight.
         kwargs = kwargs or {}
         if func is F.linear and isinstance(args[1] if len(args) > 1 else kwargs["weight"], PackedWeight):
             return _linear(*args, **kwargs)
@@ -182,6 +184,8 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # torch calls this for every operation below autograd. The operations that are named here keep the weight packed;
+        # all others get it decompressed, and may not write to it.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default):
             return args[0]._with(lambda tensor: tensor)
@@ -223,15 +227,15 @@ def unpickled(
 
 
 def dense(weight: torch.Tensor) -> torch.Tensor:
-    """The weight as a plain tensor: decompressed if it rests packed, else itself.
+    """The weight as a plain tensor: decompressed if it is packed, else the weight itself.
 
-    Called for the source of an in-place copy.
+    Called when a tensor is copied into a packed weight, for the tensor that is copied.
     """
     return weight.dequantize() if isinstance(weight, PackedWeight) else weight
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Whether a weight of the model rests packed; the command line asks before it adds adapters."""
+    """Whether any weight of the model is packed; the command line asks before it adds adapters."""
     return any(isinstance(parameter, PackedWeight) for parameter in model.parameters())
 
 
