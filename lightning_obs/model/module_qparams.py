@@ -350,7 +350,7 @@ def put_back(calibration: Calibration) -> None:
     """Restore the calibration that modules had when :func:`calibration_of` was called.
 
     Called where a new calibration fails, at the end of a block in which another calibration was on the modules, and by
-    ``sensitivity`` after each scheme.
+    ``sensitivity`` once it has calibrated the model with each scheme.
     """
     for module, values in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):

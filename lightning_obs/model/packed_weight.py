@@ -184,8 +184,8 @@ class PackedWeight(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # torch calls this for every operation below autograd. The operations that are named here keep the weight packed;
-        # all others get it decompressed, and may not write to it.
+        # torch calls this for every operation below autograd. The operations that are named here keep the weight
+        # packed; all others get it decompressed, and may not write to it.
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default):
             return args[0]._with(lambda tensor: tensor)

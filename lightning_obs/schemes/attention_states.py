@@ -116,13 +116,13 @@ def find_states(
 ) -> list[PlannedModule]:
     """The attention modules whose states ``config`` quantizes, checked without data; called by ``build_plan``.
 
-    Args:
-        model: the module that will be calibrated.
-        config: the user's.
-        by_target: the group of each of its targets.
-
     A group reaches attention modules by compressed-tensors' rule: a pattern that also matches a parent or children
     (``re:.*self_attn.*``) does not target the attention module.
+
+    Args:
+        model: the module that will be calibrated.
+        config: the user's config.
+        by_target: the group of each target in the config.
 
     Raises:
         CalibrationError: the model has none that compressed-tensors can hook, a scheme that they cannot have, or an
@@ -295,7 +295,7 @@ def _check_scales(model: Any, args: QuantizationArgs, names: list[str]) -> None:
         count_heads(model), get_head_dim(config)
     except (ValueError, RuntimeError) as error:  # compressed-tensors or transformers cannot count the heads
         lacking = "without num_key_value_heads" if "key_value" in str(error) else "without heads"
-        if isinstance(error, RuntimeError):  # raised by transformers, for Gemma 4 among others
+        if isinstance(error, RuntimeError):  # raised by transformers, such as for Gemma 4
             lacking = "whose layers have heads of different sizes"
         raise CalibrationError(
             "compressed-tensors cannot tell the number of heads, so the checkpoint would not load",

@@ -281,8 +281,8 @@ def check_stacked_experts(model: nn.Module, targets: list[str], ignore: list[str
 def unsuited(model: nn.Module, targets: Sequence[PlannedModule], selected_by_class: Set[str]) -> dict[str, str]:
     """The planned modules that a plan leaves out because they cannot be quantized: by name, the reason.
 
-    ``build_plan`` calls it once it has collected the modules. Their weight is tied to an Embedding that is not planned,
-    is read without a call, or has no elements. Only modules that a target selects by their class
+    ``build_plan`` calls it once it has collected the modules. The weight of such a module is tied to an Embedding that
+    is not planned, is read without a call, or has no elements. Only modules that a target selects by their class
     (``selected_by_class``) are left out; a module selected by its name or a pattern is refused later.
     """
     reasons: dict[str, str] = {}
@@ -535,7 +535,7 @@ def warn_left_in_float(
 ) -> None:
     """Warn if more than half of a model's bytes stay in full precision without the user having asked for it.
 
-    The last step of ``build_plan``. ``ignore`` asks for it, and so do targets other than the default, the class
+    The last step of ``build_plan``. A user asks for it by ``ignore``, or by targets other than the default, the class
     ``Linear``, which matches little of a convolutional net. Embeddings of a transformers model usually stay, and do not
     count.
     """
@@ -675,8 +675,8 @@ def _refuse_unmatched(model: nn.Module, targets: Sequence[str], scheme: Quantiza
 def _quantizable_classes(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
     """The classes of the model's modules that a scheme can quantize; the error for an unmatched target names them.
 
-    Their weight is a matrix. They read values if the scheme quantizes inputs, and in a model of transformers they are
-    of a kind that transformers loads quantized.
+    A module of such a class has a weight that is a matrix. It does not read token indices if the scheme quantizes
+    inputs. In a model of transformers it is of a kind that transformers loads quantized.
     """
     classes = set()
     for module in model.modules():
