@@ -49,7 +49,8 @@ Put: TypeAlias = Callable[[str, torch.Tensor, int], None]
 class Entry(NamedTuple):
     """A tensor of a checkpoint, or some of its rows, on the way from its module to the writer of the files.
 
-    :func:`module_entries` and :func:`store` make it while a checkpoint is written; their callers write it at once.
+    Made while a checkpoint is written, one after the other. Its reader writes it to a file at once, or keeps it with
+    other small ones to bring them from an accelerator to the host together.
     """
 
     #: the name of the tensor, in its module or in the state dict

@@ -304,8 +304,8 @@ def write_quantization_config(
 ) -> None:
     """Add the quantization config of a calibrated model to ``config.json`` in a checkpoint's folder.
 
-    Called by ``export_checkpoint`` once the tensors are written, and by ``streaming/``, for a checkpoint that is
-    quantized from its files, together with its other small files.
+    ``export_checkpoint`` calls it once the tensors are written. ``streaming/``, which quantizes a checkpoint from its
+    files, calls it when it writes the files beside the tensors.
 
     Args:
         model: a calibrated model; when it is quantized from files, its qparams are meta tensors.

@@ -95,8 +95,7 @@ class Verdict:
 class PlannedCheckpoint:
     """A checkpoint that will be written, for the questions to engines.
 
-    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate; the
-    engines read it.
+    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate; the engines read it.
 
     Attributes:
         model: the module that is calibrated; it holds the targets.

@@ -121,7 +121,7 @@ class FamilyEngine(Engine):
     states: ClassVar[Hardware | None] = None  # the hardware that runs a quantized kv cache; None: it is refused
 
     def family_of(self, scheme: QuantizationScheme) -> Family | None:
-        """The first family of the table that a scheme fits; None: it fits none, and the engine refuses it."""
+        """The first family of the table that a scheme fits; None: it fits no family, and the engine refuses it."""
         if scheme.output_activations is not None:
             return None
         for family in self.families:

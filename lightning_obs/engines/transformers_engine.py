@@ -40,9 +40,10 @@ _DEQUANTIZED = 'load it dequantized (engines="dequantize", then CompressedTensor
 
 @Engine.register("transformers")
 class Transformers(Engine):
-    """transformers, which loads a checkpoint by ``from_pretrained(folder)``; other models' are for ``load_checkpoint``.
+    """transformers, which loads a checkpoint of its models by ``from_pretrained(folder)``.
 
-    ``ask_engines`` calls ``check`` before any data; it names no hardware.
+    A checkpoint of another model is judged as ``load_checkpoint`` loads it. ``ask_engines`` calls ``check`` before any
+    data; the answer names no hardware.
     """
 
     name = "transformers"

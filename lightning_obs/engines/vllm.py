@@ -70,9 +70,10 @@ FAMILIES = (
 
 @Engine.register("vllm")
 class VLLM(FamilyEngine):
-    """vLLM: it loads the schemes of :data:`FAMILIES`, and fused sets and the experts of a layer as a whole only.
+    """vLLM: it loads the schemes of :data:`FAMILIES`, and looks modules up by the names of the stored tensors.
 
-    It looks modules up by the names of the stored tensors.
+    It loads a fused set, and the experts of a layer, only if all members are quantized or none. ``ask_engines`` calls
+    ``check`` and ``remarks`` before any data.
     """
 
     name = "vLLM"
