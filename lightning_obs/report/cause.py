@@ -22,7 +22,10 @@ _MOST = 0.8
 
 
 class LayerLoss(NamedTuple):
-    """The loss of one layer: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input."""
+    """The loss of one layer: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input.
+
+    :func:`layer_losses` makes it; the cause, the next steps and the page's column of shares read it.
+    """
 
     name: str
     loss: float
@@ -48,13 +51,13 @@ def total_loss(layers: Iterable[LayerLoss]) -> float:
 
 
 def input_share(layers: Sequence[LayerLoss]) -> float:
-    """The share of the layers' loss that their inputs cause, 0 to 1."""
+    """The share of the layers' loss that their inputs cause, 0 to 1; for the cause and the next steps."""
     by_inputs = sum(layer.loss * layer.input for layer in layers)
     return by_inputs / (total_loss(layers) or 1.0)
 
 
 def weight_share(layers: Sequence[LayerLoss]) -> float:
-    """The share of the layers' loss that their weights cause, 0 to 1."""
+    """The share of the layers' loss that their weights cause, 0 to 1; the next step "rounding" is judged by it."""
     by_weights = sum(layer.loss * layer.weight for layer in layers)
     return by_weights / (total_loss(layers) or 1.0)
 
@@ -84,9 +87,9 @@ def _has_unquantized_input(report: Report, name: str) -> bool:
 
 
 def noise_share(sqnr: float | None) -> float:
-    """Noise for a unit of signal; a layer loses no more than all.
+    """Noise for a unit of signal, from an SQNR in dB; at most 1, since a layer loses no more than all.
 
-    The loss of a layer where no plan has estimated one.
+    It is the loss of a layer where no plan has estimated one. NaN and None, an unknown SQNR, give 0.
 
     >>> noise_share(10.0), noise_share(-3.0), noise_share(None)
     (0.1, 1.0, 0.0)
@@ -97,7 +100,7 @@ def noise_share(sqnr: float | None) -> float:
 
 
 def percent(share: float) -> str:
-    """A share as a person reads it.
+    """A share in percent, without digits behind the point; for the cause and the reasons of next steps.
 
     >>> percent(0.734)
     '73 %'

@@ -18,7 +18,7 @@ LISTED = 5
 
 
 class LayerChange(NamedTuple):
-    """The SQNR of a layer's output in an earlier run and now [dB], and the difference."""
+    """The SQNR of a layer's output in an earlier run and now [dB], and the difference, for :func:`compared_with`."""
 
     name: str
     before: float
@@ -55,11 +55,11 @@ def read_earlier(path: str | os.PathLike[str]) -> dict[str, Any]:
 def compared_with(
     earlier: Mapping[str, Any], data: Mapping[str, Any], kind_of: Callable[[str], MetricKind]
 ) -> dict[str, Any]:
-    """What got better and what worse since an earlier run.
+    """What got better and what worse since an earlier run; the page calls it for a report with ``against``.
 
     Args:
-        earlier: its ``report.json``.
-        data: of the present run, in the same form.
+        earlier: the ``report.json`` of the earlier run.
+        data: the content of the present run's ``report.json``.
         kind_of: the kind of a metric by its name, which says whether more is better.
 
     Returns:
@@ -136,6 +136,7 @@ def _facts(earlier: Mapping[str, Any], data: Mapping[str, Any]) -> list[dict[str
     return lines
 
 
+# The verdict of a change whose sign says whether the present run is better.
 def _verdict(gain: float) -> str:
     if gain == 0:
         return "as before"

@@ -40,33 +40,38 @@ CHANNELS = 48
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """One layer's scheme, observers and bytes."""
+    """One layer's scheme, observers and bytes.
+
+    :func:`known_facts` makes it for each quantized module. The page shows it, and next steps are judged by it.
+    """
 
     scheme: str  # in a few words
     weight_width: int | None  # bits of a weight; None: full precision
     input_width: int | None  # bits of an input value; None: full precision
-    weight_observer: str  # that chose the weight's range; empty: none did
-    input_observer: str  # that chose the input's range; empty: none did
+    weight_observer: str  # name of the observer that chose the weight's range; empty: none did
+    input_observer: str  # name of the observer that chose the input's range; empty: none did
     before: int  # bytes of all its tensors in the model
     after: int  # bytes of all its tensors in a checkpoint
-    outputs: int  # output channels that have scales of their own
-    #: the largest weight that each channel's scales can represent; of many channels, of runs of neighbours
+    outputs: int  # number of output channels that have scales of their own; 0: none has
+    #: for each output channel, the largest weight that its scales can represent; of more than 48 channels, the largest
+    #: one in each of 48 runs of neighbours
     channels: list[float]
     grid: tuple[float, float] | None  # ends of the range of the input's one scale; None: it has several scales
 
 
 @dataclass
 class Quality:
-    """How good the quantized model is, in numbers.
+    """How good the quantized model is, in numbers; :meth:`Report.of` makes it of a run's facts.
 
     Attributes:
-        metrics: by name, before and after, ``{"perplexity": (14.80, 15.19)}``; kept in an order that does not depend
-            on the order in which they were logged. The first one stands for the run in a comparison.
-        higher_is_better: by name of a metric, its direction. Without an entry, the direction follows from the name, if
-            it can (:func:`~lightning_obs.report.logged_metrics.metric_kind`).
+        metrics: the values of each metric before and after quantization, by its name,
+            ``{"perplexity": (14.80, 15.19)}``; kept in an order that does not depend on the order in which they were
+            logged. The first metric stands for the run in a comparison.
+        higher_is_better: the direction of each metric, by its name. Without an entry, the direction follows from the
+            name, if it can (:func:`~lightning_obs.report.logged_metrics.metric_kind`).
         are_held_out: whether the metrics are of data that calibration has not seen.
         curves: metrics over the steps of a fit, ``{"step": 100, "val_loss": 2.1, "val_loss_quantized": 2.3}``.
-        moved: how far the predictions are from the original's.
+        moved: the distance of the predictions from the original's; None: not measured.
         was_trained: whether the model was trained after its calibration.
         calibrated: metrics of the calibrated model before it was trained, by name.
     """
@@ -83,24 +88,26 @@ class Quality:
         self.metrics = sorted_metrics(self.metrics, self.higher_is_better)
 
     def kind_of(self, name: str) -> MetricKind:
-        """The kind of a metric, by its name and its direction."""
+        """The kind of a metric, by its name and its direction; its grade, its text and its verdict follow from it."""
         return metric_kind(name, self.higher_is_better.get(name))
 
 
 @dataclass
 class Decisions:
-    """What was decided by measurement: schemes and observers.
+    """What was decided by measurement: schemes and observers; :meth:`Report.of` makes it of a run's facts.
 
     Attributes:
-        sensitivity: of each module by itself, in any unit; the name of the unit is ``sensitivity_unit``.
-        sensitivity_unit: see ``sensitivity``.
-        losses: of each module with the scheme that was chosen for it, in the unit of the losses in ``frontier``: that
-            which the choice has estimated (nats of divergence, for language models).
-        choices: the scheme that was chosen for each module.
-        frontier: points ``{"name", "bits_per_weight", "bytes", "loss"}``; a point may have ``"mark"``: ``"chosen"``,
-            ``"measured"`` or ``"full precision"``.
-        scores: of observers that were tried, ``{"of", "observer", "loss", "tensors"}``: the base name of the tensors
-            (``"weight"``, ``"input"``), the observer, the loss with it, and how many tensors it was chosen for.
+        sensitivity: the loss that quantizing each module causes (``task=plan``: with its worst candidate), by name.
+        sensitivity_unit: the name of the unit of ``sensitivity``.
+        losses: the estimated loss of each module with the scheme that was chosen for it, by name, in the unit of the
+            losses in ``frontier`` (nats of divergence, for language models).
+        choices: the name of the scheme that was chosen for each module, by the module's name.
+        frontier: the points of the page's picture of loss against size,
+            ``{"name", "bits_per_weight", "bytes", "loss"}``; a point may have ``"mark"``: ``"chosen"``, ``"measured"``
+            or ``"full precision"``.
+        scores: the scores of the observers that were tried, ``{"of", "observer", "loss", "tensors"}``: the base name of
+            the tensors (``"weight"``, ``"input"``), the observer, the loss with it, and how many tensors it was chosen
+            for.
     """
 
     sensitivity: Mapping[str, float] = field(default_factory=dict)
@@ -113,13 +120,13 @@ class Decisions:
 
 @dataclass
 class Written:
-    """What a run has written, and what it takes.
+    """What a run has written, and its sizes; :meth:`Report.of` makes it of a run's facts.
 
     Attributes:
-        sizes: bytes before and after; by default the sums of ``kinds``.
-        kinds: bytes before and after, by kind of tensor.
+        sizes: bytes of the model before and after quantization; by default the sums of ``kinds``.
+        kinds: bytes before and after, by kind of tensor ("quantized weights", "scales", "embeddings"...).
         checkpoint: the exported folder; None: no checkpoint was exported.
-        files: that were exported in other formats.
+        files: the files that were exported in other formats (ONNX, program, GGUF).
     """
 
     sizes: tuple[int, int] | None = None
@@ -141,23 +148,27 @@ class Written:
 class Report:
     """The facts of a run. Facts that are left out are not shown.
 
+    :meth:`of` makes it at the end of a run; comparisons make it themselves. ``write_report`` and ``summary`` show it.
+
     Attributes:
-        title: of the page.
-        result: of the calibration.
-        errors: of the layers, worst first.
+        title: the title of the page.
+        result: the result of the calibration; None: nothing was calibrated.
+        errors: the errors of the layers, worst first.
         quality: metrics, predictions, training.
         decisions: sensitivities, a plan of schemes, scores of observers.
         written: sizes and exported files.
-        options: of the calibration.
-        layers: facts of each layer that need no data.
-        counts: how often each input value was seen, by module name.
-        drift: how scales have moved.
-        runs: other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes them.
+        options: the options of the calibration.
+        layers: the facts of each layer that need no data, by module name.
+        counts: the values of each layer's input and how often each was seen, by module name.
+        drift: the history of the scales.
+        runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes
+            them.
         lines: further lines of the summary.
-        provenance: where the report comes from, by label (command, data, seed...), beside what it knows of itself
-            (:func:`~lightning_obs.report.provenance.provenance`).
+        provenance: the origin of the report, by label (command, data, seed...), beside the entries that it has without
+            them (:func:`~lightning_obs.report.provenance.provenance`).
         against: the ``report.json`` of an earlier run, or its folder, with which the page compares this run.
-        can_run: whether a next step can run on this model after this run; without it, none is proposed.
+        can_run: a function that says whether a next step can run on this model after this run; without it, none is
+            proposed.
         extra: further keys of ``report.json``.
     """
 
@@ -182,7 +193,7 @@ class Report:
     def of(cls, title: str, **facts: Any) -> Report:
         """A report from facts by name: fields of :class:`Report` and of the classes of its parts.
 
-        Callbacks and tasks make their reports by it.
+        ``Results.facts`` of a callback calls it, for the callback's own report and for those of tasks that calibrate.
         """
         of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
         for name, fact in facts.items():
@@ -202,7 +213,10 @@ class Report:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The run's row of a comparison: the first metric before and after, size, seconds, the worst layer."""
+        """The run's row of a comparison: the first metric before and after, size, seconds, the worst layer.
+
+        The page puts it into ``report.json``, and a task returns it for the table of a ``--multirun``.
+        """
         row: dict[str, Any] = {"run": self.title, "metric": None}
         for name, values in self.quality.metrics.items():
             row["metric"] = name
@@ -219,8 +233,8 @@ class Report:
     def poor_layers(self) -> list[str]:
         """The layers to try in ``ignore``: those whose per-token SQNR is below :data:`POOR_SQNR`, worst first.
 
-        A next step proposes to leave them in float. Modules that must share a scheme (q, k, v; gate, up:
-        ``result.plan.fused``) are named together.
+        A next step proposes to leave them in float, and the closing summary names them. Modules that must share a
+        scheme (q, k, v; gate, up: ``result.plan.fused``) are named together.
         """
         poor: dict[str, None] = {}
         for error in self.errors:
@@ -278,6 +292,8 @@ def facts(report: Report, arrow: str = "->") -> dict[str, str]:
 def metric_text(kind: MetricKind, before: float, after: float, arrow: str = "->") -> str:
     """Two values of a metric and their change: the difference of losses, else percent.
 
+    Called for the facts of a run, and for the grades of metrics before and after training.
+
     >>> metric_text("perplexity", 14.8, 15.2), metric_text("loss", -1.0, -0.9)
     ('14.80 -> 15.20 (+2.7 %)', '-1.000 -> -0.9000 (+0.1000)')
     >>> metric_text("unknown", 2.0, 3.0)
@@ -309,7 +325,7 @@ def _expert_line(tokens: Mapping[str, Sequence[int]]) -> str:
 
 
 def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -> dict[str, float]:
-    """Numbers of one calibration, which a callback logs so that loggers plot them over time.
+    """Numbers of one calibration; ``Results.log_calibration`` logs them, so that loggers plot them over time.
 
     Least and median SQNR [dB], the largest share of an input that is clipped [%], the tokens of the expert with the
     fewest and of the median expert, and the time that calibration took [s].
@@ -342,7 +358,7 @@ def aggregates(result: CalibrationResult | None, errors: Sequence[LayerError]) -
 def known_facts(session: CalibrationSession) -> dict[str, Any]:
     """The fields of :class:`Report` that a calibrated session knows; no data are read.
 
-    Called by the callbacks' results when they make a report.
+    ``Results.facts`` of a callback calls it when it makes a report.
     """
     assert session.result is not None
     targets = {target.name: target for target in session.plan.targets if not target.states}

@@ -33,7 +33,10 @@ _ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 class GradedNumber(NamedTuple):
-    """A number of the run as the page shows it: its label, its text and its grade."""
+    """A number of the run as the page shows it: its label, its text and its grade.
+
+    :func:`graded_numbers` makes it; the run's grade and the page's first lines are made of these numbers.
+    """
 
     label: str
     value: str
@@ -61,7 +64,7 @@ def graded_numbers(report: Report) -> list[GradedNumber]:
 
 
 def worst_grade(numbers: Sequence[GradedNumber]) -> Grade:
-    """The worst grade of a run's numbers; "not measured" without any."""
+    """The worst grade of a run's numbers; "not measured" without any. ``judge`` takes it for the run's grade."""
     grades = [number.grade for number in numbers]
     for grade in ("broken", "usable", "good", "not graded"):
         if grade in grades:
@@ -84,16 +87,16 @@ def headline(report: Report, grade: Grade, numbers: Sequence[GradedNumber]) -> s
 
 
 def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: bool = True) -> Grade:
-    """The grade of one metric from its values before and after quantization.
+    """The grade of one metric from its values before and after quantization; for :func:`graded_numbers`.
 
     A loss is taken for a mean of nats and judged by its difference, so that it and its perplexity have one grade. A
     model whose predictions were not compared may log a squared error under that name. So its loss is not graded
     where the difference says good and the ratio says broken, or the other way round.
 
     Args:
-        kind: of the metric.
-        before: of the unquantized model.
-        after: of the quantized model. One that is not finite is broken.
+        kind: the kind of the metric.
+        before: the value of the unquantized model.
+        after: the value of the quantized model. A value that is not finite is broken.
         has_logits: whether the model has logits, so that a loss is a cross entropy.
 
     >>> metric_grade("loss", 3.0, 3.2), metric_grade("score", 0.90, 0.87), metric_grade("unknown", 1.0, 2.0)
@@ -117,7 +120,10 @@ def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: b
 
 
 def worse_than_calibrated(report: Report) -> list[str]:
-    """Names of the metrics by which training made the model worse than calibration had left it."""
+    """Names of the metrics by which training made the model worse than calibration had left it.
+
+    The headline, the grades below and the next step "untrained" ask for them.
+    """
     worse = []
     for name, calibrated in report.quality.calibrated.items():
         _, after = report.quality.metrics.get(name, (None, None))

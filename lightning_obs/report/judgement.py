@@ -14,14 +14,14 @@ from lightning_obs.report.step import Step
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judgement that a reader needs first.
+    """The judgement that a reader needs first; :func:`judge` makes it, the page and the closing lines show it.
 
     Attributes:
-        grade: of the run: the worst of its numbers.
+        grade: the grade of the run, the worst one of its numbers.
         headline: the grade in a sentence.
-        numbers: the numbers that it follows from.
+        numbers: the numbers of the run with their grades, from which ``grade`` follows.
         cause: where the model loses, in a sentence; empty: not known, or the run is good.
-        steps: what to do next, the best first.
+        steps: the next steps to propose, the best first.
     """
 
     grade: Grade
@@ -34,7 +34,8 @@ class Judgement:
 def judge(report: Report, folder: str | Path = ".") -> Judgement:
     """The judgement of a run whose report is written to ``folder``.
 
-    Called once for the closing lines and once for the page.
+    The command line calls it before it writes the report, to add commands to the steps. ``write_report`` calls it for
+    a report that comes without a judgement.
     """
     numbers = graded_numbers(report)
     grade = worst_grade(numbers)

@@ -39,9 +39,11 @@ from lightning_obs.report.metrics import LayerSums, TensorError, counted_error, 
 class LayerError:
     """The effect of quantizing one layer, alone, on unquantized inputs.
 
+    :func:`measure_layer_errors` and :func:`known_layer_errors` make it; reports, loggers and causes read it.
+
     Attributes:
         name: module name.
-        weight, input, output: each tensor by itself, where it is known.
+        weight, input, output: the error of each tensor by itself; None where it is not known.
         feeds: the layers that are the first to read this layer's output; empty where no data were run.
     """
 
@@ -78,8 +80,7 @@ def measure_layer_errors(
 ) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
-    The callbacks' results call it for a report with data. For a report without data they call
-    :func:`known_layer_errors` instead.
+    ``Results.layer_errors`` of a callback calls it where it has batches, and :func:`known_layer_errors` without them.
 
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
@@ -140,6 +141,7 @@ class _Feeds(TorchFunctionMode):
                 self.readers[source].append(name)
         self._sources[output] = {name}
 
+    # torch calls this in place of every function that runs while the mode is entered.
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         sources: set[str] = set()
@@ -161,12 +163,13 @@ def known_layer_errors(
 ) -> list[LayerError]:
     """The errors of every calibrated layer that are known without running the model, worst first.
 
-    The callbacks' results call it at the end of a calibration, for loggers, the printed table, and a report without
-    data.
+    ``Results.layer_errors`` of a callback calls it where it has no batches: at the end of a calibration, for loggers
+    and the printed table, and for a report without data.
 
     Args:
         model: a calibrated model.
-        counts: of inputs that were counted (``session.observation.input_counts``).
+        counts: the values of each input whose observer counted them, and how often each occurred
+            (``session.observation.input_counts``).
         collectives: how to talk to the other ranks, which all must call this. Each measures its share of the weights.
     """
     layers = _layers(model)
@@ -234,7 +237,11 @@ def _grid_of(module: nn.Module, base_name: str) -> _Grid | None:
 def _probe(
     name: str, inputs: LayerSums, outputs: LayerSums, feeds: _Feeds, counts: dict[str, Support] | None
 ) -> Callable[[nn.Module, Any, Any, Any], None]:
-    """A forward hook that compares one layer with its quantized form."""
+    """A forward hook that compares one layer with its quantized form, for :func:`measure_layer_errors`.
+
+    In each call of the layer it adds the error of the output and, of a floating point input, the error or the range. It
+    tells ``feeds`` which tensors the layer has read and written, and adds the input's values to ``counts``.
+    """
 
     def probe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)

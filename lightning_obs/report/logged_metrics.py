@@ -37,7 +37,9 @@ _ENDINGS = ("loss", "accuracy", "perplexity")
 
 
 def metric_kind(name: str, higher_is_better: bool | None = None) -> MetricKind:
-    """The kind of a metric by its name, and by its direction where that is known; grades and texts follow from it.
+    """The kind of a metric by its name, and by its direction where that is known.
+
+    ``Quality.kind_of`` calls it for the grade and the text of a metric, and ``runs.py`` to find the best runs.
 
     >>> metric_kind("val_loss"), metric_kind("val/mse_loss"), metric_kind("test_f1"), metric_kind("power")
     ('loss', 'error', 'score', 'unknown')
@@ -63,7 +65,7 @@ def metric_kind(name: str, higher_is_better: bool | None = None) -> MetricKind:
 def sorted_metrics(metrics: Mapping[str, _Value], higher_is_better: Mapping[str, bool]) -> dict[str, _Value]:
     """Metrics in an order that does not depend on that of ``self.log``: by kind, unknown ones last, then by name.
 
-    Called where a report is made.
+    The ``Quality`` of a report calls it when it is made.
 
     >>> list(sorted_metrics({"power": 1, "val_loss": 2, "acc": 3, "perplexity": 4}, {}))
     ['perplexity', 'val_loss', 'acc', 'power']

@@ -31,7 +31,7 @@ from lightning_obs.ranks.collectives import Collectives
 #: names of the sums: number of values, squares, squared errors, value times error, number of rows, their SQNR in dB,
 #: number of clipped values
 SUMS = ("values", "signal", "noise", "cross", "rows", "decibels", "clipped")
-#: codes of up to 8 bits
+#: number of codes that 8 bits tell apart: the length of a tensor's counts
 CODES = 256
 # Values that a CPU visits at once: 512 KiB in float32.
 _TILE = 1 << 17
@@ -39,6 +39,8 @@ _TILE = 1 << 17
 
 class ErrorSums(NamedTuple):
     """The sums and extremes of one tensor's error, on the tensor's device: nothing is read by the host.
+
+    The functions below make one for each tensor that is measured, and :meth:`LayerSums.update` adds it up.
 
     Attributes:
         sums: ``(7,)`` in float64, in the order of :data:`SUMS`.
@@ -68,9 +70,10 @@ def grid_error(
     Called by the report's layer errors (``report/layer_errors.py``) for each weight, and for the inputs of each call.
 
     Args:
-        value: as :func:`~lightning_obs.numerics.qparams.flatten_for_calibration` takes it.
-        scale: one per ``qparam_shape``; a global scale divided out.
-        zero_point: of the same shape; None if symmetric.
+        value: a weight's matrix, or an input with its channels last; with one scale, of any shape.
+        scale: the scales, one number for each group, row or tensor as ``args.strategy`` says; a global scale is
+            divided out of them.
+        zero_point: the zero points, in the shape of ``scale``; None if symmetric.
         args: number format and strategy.
         base_name: weight, input or output.
         by_token: the ratio of signal to noise is computed for each token; off: for the whole tensor.
@@ -121,7 +124,10 @@ def _as_matrix(view: torch.Tensor) -> torch.Tensor:
 
 
 def _for_each_row(parameter: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """A parameter of ``(N, *Q, G)`` for each of its rows of G values, ``(N * Q, 1)``."""
+    """The scale or zero point of each row of G values in ``view`` ``(N, *Q, G)``, as ``(N * Q, 1)``.
+
+    ``parameter`` has one number for each place in Q; the N repetitions share it.
+    """
     rows_shape = view.shape[:-1]  # (N, *Q)
     qparam_shape = rows_shape[1:]
     by_scale = parameter.reshape(1, *qparam_shape)
@@ -133,9 +139,9 @@ def counted_error(
     values: torch.Tensor, counts: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor | None,
     args: QuantizationArgs,
 ) -> ErrorSums:  # fmt: skip
-    """The error of values that were counted, ``(B,)`` each, rounded to the grid of one scale.
+    """The error of ``values`` ``(B,)`` that occurred ``counts`` ``(B,)`` times each, rounded to the grid of one scale.
 
-    Called by the report's layer errors for inputs whose observer keeps a histogram.
+    ``known_layer_errors`` calls it for inputs whose observer keeps a histogram, when a model is not run.
     """
     scale = scale.float().reshape(1, 1)
     zero_point = None if zero_point is None else zero_point.reshape(1, 1)
@@ -175,7 +181,7 @@ def difference_error(quantized: torch.Tensor, original: torch.Tensor) -> ErrorSu
 def only_range(value: torch.Tensor) -> ErrorSums:
     """The range of a tensor that has no static grid, without errors.
 
-    The report calls it for inputs whose scales are dynamic, and for inputs that are not quantized.
+    The hook of ``measure_layer_errors`` calls it for inputs whose scales are dynamic, or that are not quantized.
     """
     value = value.detach()
     sums = torch.zeros(len(SUMS), dtype=torch.float64, device=value.device)
@@ -204,7 +210,8 @@ def _rounded(
     steps = values / scale
     if zero_point is not None:
         steps += zero_point
-    slack = 0.5 * grid.last_step() * (1 + 1e-3)  # rounding alone would not move a value that far
+    # Values up to half a step outside are rounded to the last number, not clipped; 1e-3 is for errors of float32.
+    slack = 0.5 * grid.last_step() * (1 + 1e-3)
     is_below = steps < grid.low - slack
     clipped = is_below.logical_or_(steps > grid.high + slack)
     if levels is None:
@@ -323,6 +330,8 @@ class TensorError:
 class LayerSums:
     """Sums of the errors of many layers, and the numbers that follow from them.
 
+    ``layer_errors.py`` makes one for the weights, one for the inputs and one for the outputs of a model's layers.
+
     Attributes:
         sums: ``(layers, 7)`` in float64, see :data:`~lightning_obs.report.metrics.SUMS`.
         codes: how often each code was taken, ``(layers, 256)`` in int64.
@@ -348,9 +357,9 @@ class LayerSums:
         self.high = -self.low
 
     def update(self, name: str, error: ErrorSums) -> None:
-        """Add the error of a tensor of one layer.
+        """Add the error of a tensor of the layer ``name``; up to 4096 errors wait on the device for one transfer.
 
-        Called in a hook, while the model runs.
+        Called by ``layer_errors.py`` for each weight, and in a forward hook for the input and output of each call.
         """
         self._pending.append((self._rows[name], error))
         if len(self._pending) >= _PENDING:
@@ -371,7 +380,10 @@ class LayerSums:
         self._pending.clear()
 
     def reduce_ranks(self, collectives: Collectives) -> None:
-        """Add the other ranks' sums, in three collectives; every rank must call this. It writes in place."""
+        """Add the other ranks' sums, in three collectives; every rank must call this. It writes in place.
+
+        ``layer_errors.py`` calls it for the errors of weights, of which each rank has measured its share.
+        """
         self._add_up()
         for sums in (self.sums, self.codes):
             total = collectives.reduce(sums.flatten().to(collectives.device), "sum")
@@ -383,13 +395,13 @@ class LayerSums:
         self.high.copy_(-high)
 
     def of(self, name: str) -> torch.Tensor:
-        """One of the sums, ``(layers,)``."""
+        """The sum that ``name`` names in :data:`SUMS`, ``(layers,)``; the functions of :data:`NUMBERS` read it."""
         return self.sums[:, SUMS.index(name)]
 
     def compute(self) -> dict[str, torch.Tensor]:
         """Each of :data:`NUMBERS`, and ``low`` and ``high``, ``(layers,)``; NaN where it is not known.
 
-        Called when the model has run, and reads the device once.
+        :meth:`errors` calls it. Errors that still wait on the device are read in one transfer.
         """
         self._add_up()
         numbers = {name: number(self) for name, number in NUMBERS.items()}
@@ -398,9 +410,9 @@ class LayerSums:
         return numbers
 
     def errors(self) -> dict[str, TensorError]:
-        """The numbers of each layer that ran, by name.
+        """The numbers of each layer with a measured tensor, by the layer's name.
 
-        Called when the model has run; a :class:`.LayerError` is made of them.
+        ``layer_errors.py`` calls it once all tensors are measured, and makes a :class:`.LayerError` of them.
         """
         columns = {key: values.tolist() for key, values in self.compute().items()}
         has_run = (self.low.isfinite() | (self.of("values") > 0)).tolist()
@@ -453,6 +465,7 @@ def bits_in_use(layers: LayerSums) -> torch.Tensor:
     return torch.special.entr(share).sum(1) / math.log(2)
 
 
+#: by name, a number of a layer as a function of its sums; :meth:`LayerSums.compute` calls each for all layers at once
 NUMBERS: dict[str, Callable[[LayerSums], torch.Tensor]] = {
     "sqnr": sqnr,
     "mse": mean_squared_error,
@@ -467,17 +480,22 @@ NUMBERS: dict[str, Callable[[LayerSums], torch.Tensor]] = {
 
 @dataclass
 class ScaleDrift:
-    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved."""
+    """The history of a model's scales, in powers of two: a drift of 1 is a scale that has doubled or halved.
+
+    A callback's results (``callbacks/results.py``) keep one from the first calibration on, and the page draws it.
+    """
 
     steps: list[int] = field(default_factory=list)  # when scales were added
     #: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps
     drifts: dict[str, list[float]] = field(default_factory=dict)
+    #: by name of the scale, the logarithms of the scales that were added first
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
         """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again.
 
-        Called at the end of each calibration of a callback.
+        A scale that is new at this step has not drifted before it. ``Results.log_calibration`` calls this at the end
+        of each calibration of a callback.
         """
         self.steps.append(step)
         for name, scale in qparams.items():
@@ -487,6 +505,7 @@ class ScaleDrift:
             first = self._first.get(name)
             if first is None or first.shape != logarithm.shape:
                 first = self._first[name] = logarithm
+            # a scale of 0 has no finite logarithm, and counts as unmoved
             drift = (logarithm - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()
             earlier_steps = len(self.steps) - 1
             history = self.drifts.setdefault(name, [0.0] * earlier_steps)
@@ -495,7 +514,7 @@ class ScaleDrift:
     def numbers(self) -> dict[str, float]:
         """The largest and the mean drift at the last step; empty until scales were added twice.
 
-        Callbacks log them.
+        ``Results.log_calibration`` logs them after each calibration.
 
         >>> drift = ScaleDrift()
         >>> for step, scale in enumerate((1.0, 2.0)):

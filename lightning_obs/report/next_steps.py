@@ -40,11 +40,11 @@ def next_steps(report: Report, grade: Grade, losses: Sequence[LayerLoss], folder
     """The steps to show, the best first; called by :func:`~lightning_obs.report.judgement.judge`.
 
     Args:
-        report: of the run; without a calibration there are no steps.
-        grade: of the run. A good one is exported and used; one that measured nothing is measured first. Where nobody
-            knows how much it loses, no remedy is proposed but leaving out layers that are poor by themselves.
-        losses: of the layers.
-        folder: of the report.
+        report: the report of the run; without a calibration there are no steps.
+        grade: the grade of the run. A good model is exported and used; a model without numbers is measured first. Where
+            nobody knows how much a model loses, the only remedy proposed is to leave poor layers in full precision.
+        losses: the losses of the layers.
+        folder: the folder of the report.
     """
     if report.result is None:
         return []
@@ -94,7 +94,10 @@ def _measure(report: Report) -> Step:
 
 @dataclass(frozen=True)
 class _Run:
-    """A run that loses: its report, the losses of its layers, the folder of the report."""
+    """A run that loses: its report, the losses of its layers, the folder of the report.
+
+    :func:`next_steps` makes it for the functions that propose remedies.
+    """
 
     report: Report
     losses: Sequence[LayerLoss]
@@ -196,7 +199,7 @@ def _observers(run: _Run) -> Iterator[Step]:
 
 
 def _rounding(run: _Run) -> Iterator[Step]:
-    """Integers of few bits that are chosen by the inputs of the weight."""
+    """Weights of fewer than eight bits rounded to the integers that their inputs need, unless the run did so."""
     report = run.report
     if (
         report.options is None
@@ -295,7 +298,10 @@ def _calibration(report: Report, **changes: Any) -> str:
 
 
 def call_text(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
-    """The call of a callback with the options of the run, or with those that differ.
+    """The call of a callback with the options of the run and ``changes``; options with default values are left out.
+
+    Where an option cannot be written as text, the call reads ``callback.options``. Next steps call this for their
+    Python, and the provenance of a report for its options.
 
     >>> call_text("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
     "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True)"
@@ -324,7 +330,7 @@ def _keywords(arguments: Mapping[str, Any]) -> str:
 
 
 def _options_that_differ(options: CalibrationOptions) -> dict[str, Any]:
-    """The options beside the scheme that were given."""
+    """The options beside the scheme that differ from their defaults, by name."""
     arguments: dict[str, Any] = {}
     for option in fields(options):
         value = getattr(options, option.name)
@@ -349,7 +355,7 @@ def _architecture(checkpoint: Path) -> str:
 
 
 def path_from_here(path: Path) -> str:
-    """A path as a user types it in the current folder."""
+    """A path as a user types it in the current folder; for the Python and the commands of next steps."""
     path = path.resolve()
     current_folder = Path.cwd()
     return str(path.relative_to(current_folder) if path.is_relative_to(current_folder) else path)

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def number(value: float, digits: int = 4) -> str:
-    """A value with this many significant digits.
+    """A value with this many significant digits; reports and printed lines show metrics by it.
 
     >>> number(14.8), number(0.91304), number(1234.4), number(14.8, 5)
     ('14.80', '0.9130', '1234', '14.800')
@@ -19,7 +19,7 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def relative_change(before: float, after: float) -> float | None:
-    """The change as a share of the first value's size; None if that is zero.
+    """The change as a share of the size of ``before``; None if ``before`` is zero. Texts of metrics show it in percent.
 
     >>> relative_change(2.0, 3.0), relative_change(-1.0, -0.9), relative_change(0.0, 1.0)
     (0.5, 0.09999999999999998, None)
@@ -31,7 +31,9 @@ def relative_change(before: float, after: float) -> float | None:
 
 
 def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float | None]:
-    """The metric in a run's row by which it is judged: its name, before, after; None where not known.
+    """The metric by which a run is judged: its name, its values before and after; None where not known.
+
+    Called for each row of a comparison of runs, printed or on the page.
 
     >>> quality_of({"run": "a", "metric": "perplexity", "perplexity": [14.8, 15.2]})
     ('perplexity', 14.8, 15.2)
@@ -42,7 +44,9 @@ def quality_of(row: Mapping[str, Any]) -> tuple[str | None, float | None, float 
 
 
 def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
-    """How far a run's predictions are from the original's, by title, as far as the run's row has them.
+    """The distance of a run's predictions from the original's as texts by title, as far as the run's row has it.
+
+    Called for the facts of a run, and for each row of a comparison.
 
     >>> moved_texts({"run": "a", "divergence": 0.03125, "agreement": 0.93})
     {'KL [nats]': '0.03125', 'same top-1 [%]': '93.00'}
@@ -58,7 +62,7 @@ def moved_texts(row: Mapping[str, Any]) -> dict[str, str]:
 
 
 def human_size(size: float) -> str:
-    """Bytes for a person to read, with three digits or more.
+    """Bytes for a person to read, with three digits or more; for the sizes on the page and in printed lines.
 
     >>> human_size(538 * 2**20), human_size(1.29 * 2**20), human_size(1000), human_size(12.5 * 2**30)
     ('538 MiB', '1.29 MiB', '1000 B', '12.50 GiB')
@@ -74,7 +78,7 @@ def human_size(size: float) -> str:
 
 
 def percent(change: float) -> str:
-    """A relative change in percent with its sign, which a change that rounds to nothing has not.
+    """A relative change in percent with its sign; a change that rounds to zero has none. For the texts of metrics.
 
     >>> percent(0.0264), percent(-0.0004)
     ('+2.6 %', '0.0 %')
@@ -86,7 +90,7 @@ def percent(change: float) -> str:
 def folder_size(folder: str | os.PathLike[str]) -> int:
     """Bytes of all files below a folder.
 
-    Called for the size of a checkpoint.
+    The command line's tasks call it for the size of a checkpoint or of adapters.
     """
     size = 0
     for path in Path(folder).rglob("*"):
@@ -96,9 +100,9 @@ def folder_size(folder: str | os.PathLike[str]) -> int:
 
 
 def finite(value: Any, digits: int = 17) -> Any:
-    """Floats with this many significant digits, NaN and infinity as None, in dicts and lists too.
+    """A value whose floats have this many significant digits, with None for NaN and infinity, also in dicts and lists.
 
-    ``report.json`` is written of it.
+    The page calls it for all that it writes as JSON: ``report.json``, and with 4 digits the data inside the page.
 
     >>> finite({"loss": [1.0, math.nan]})
     {'loss': [1.0, None]}

@@ -31,6 +31,7 @@ from lightning_obs.report.runs import compared_runs
 from lightning_obs.report.summary import comparison
 from lightning_obs.schemes.config import as_names
 
+#: bars in the page's picture of a layer's input values
 BINS = 64
 _TEMPLATES = Path(__file__).parent / "templates"
 #: facts that the closing summary alone shows, and facts with another name on the page
@@ -39,7 +40,7 @@ _LABELS = {"batches": "calibration batches", "calibration": "calibration time"}
 
 
 class Column(NamedTuple):
-    """A column of the page's table."""
+    """A column of the page's table; :data:`COLUMNS` has all of them, in the order of the table."""
 
     key: str  # of a layer's row (:func:`layer_row`): ``input_bits`` is ``LayerError.input.bits``
     title: str  # above it
@@ -117,14 +118,17 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
 
 
 def as_json(data: Any) -> str:
-    """JSON as the standard has it, which knows no NaN and no infinity: these are null."""
+    """JSON as the standard has it, which knows no NaN and no infinity: these are null.
+
+    Called for ``report.json``, and by ``task=plan`` for ``plan.json``.
+    """
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
 
 def layer_row(error: LayerError) -> dict[str, Any]:
     """One layer, flat: ``{"name": ..., "sqnr": ..., "weight_sqnr": ..., "input_bits": ...}``; None is not known.
 
-    A row of the page's table, of ``layers.csv`` and of the loggers' table.
+    The page calls it for the rows of its table and ``layers.csv``, a callback for the table that it gives to loggers.
     """
     row: dict[str, Any] = {"name": error.name, "sqnr": error.sqnr, "clipped": error.clipped, "feeds": error.feeds}
     for base_name in ("weight", "input", "output"):
@@ -164,7 +168,10 @@ def _csv_cell(value: Any) -> Any:
 
 
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
-    """All that the page shows as numbers, strings, lists and dicts."""
+    """All that the page shows as numbers, strings, lists and dicts: the content of ``report.json``.
+
+    ``ignore`` has the names that a later run takes with ``ignore_from``: those of this run, and its poor layers.
+    """
     ignored = [] if report.options is None else report.options.config.ignore or []
     data: dict[str, Any] = {
         "ignore": list(dict.fromkeys([*ignored, *report.poor_layers])),
@@ -265,6 +272,8 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
 
 def _parts(text: str) -> list[str]:
     """A text of names and paths, cut where a line may end: behind a dot, a slash or an equals sign.
+
+    The page's template calls it, as the filter ``parts``.
 
     >>> _parts("model.layers/0 at 1.5 dB")
     ['model.', 'layers/0 at 1.5 dB']

@@ -29,11 +29,11 @@ from lightning_obs.ranks.collectives import Collectives
 
 @dataclass(frozen=True)
 class Moved:
-    """The effect of quantization on the predictions."""
+    """The effect of quantization on the predictions; :meth:`Comparison.reduced` makes it, and reports show it."""
 
     divergence: float  # Kullback-Leibler, from the original's predictions [nats], mean over positions
     agreement: float  # share of the positions at which both have the same most likely class
-    positions: int  # how many were compared
+    positions: int  # the number of positions that were compared
 
 
 class Predictions:
@@ -43,11 +43,15 @@ class Predictions:
     height, width)`` after a convolution); of other outputs nothing is known. Positions that the call's
     ``attention_mask`` leaves out do not count.
 
+    A validation that is repeated quantized (``callbacks/quantized_validation.py``) makes one, and so does the command
+    line's ``QualityMeter``.
+
     Args:
-        limit: of the memory for them [bytes].
+        limit: the largest memory for the kept logits [bytes].
 
     Attributes:
-        batch: the batch that runs now. Calls are matched by their order within it.
+        batch: a key of the batch that runs now, set by the caller; None: all calls are of one batch. Calls are matched
+            by their order within the batch.
 
     Examples:
         >>> class Head(nn.Linear):
@@ -70,7 +74,10 @@ class Predictions:
 
     @contextmanager
     def kept(self, model: nn.Module) -> Iterator[None]:
-        """Keep the logits of each call of ``model`` inside the ``with`` block, up to the first that does not fit."""
+        """Keep the logits of each call of ``model`` inside the ``with`` block, up to the first that does not fit.
+
+        Entered for the pass in full precision, before :meth:`compared`.
+        """
 
         def keep(logits: torch.Tensor) -> None:
             self._left -= logits.nbytes
@@ -83,7 +90,11 @@ class Predictions:
 
     @contextmanager
     def compared(self, model: nn.Module) -> Iterator[Comparison]:
-        """Compare the logits of each call of ``model`` inside the ``with`` block with the kept logits."""
+        """Compare the logits of each call of ``model`` inside the ``with`` block with the kept logits.
+
+        Entered for each pass of a quantized model over the same batches. It yields the :class:`Comparison`. Calls
+        without kept logits, or with logits of another shape, are left out.
+        """
         comparison = Comparison()
         waiting = {batch: iter(calls) for batch, calls in self._calls.items()}
 
@@ -97,7 +108,7 @@ class Predictions:
 
 
 class Comparison:
-    """Sums over the positions that were compared."""
+    """Sums over the positions that were compared; :meth:`Predictions.compared` makes it for one pass."""
 
     def __init__(self) -> None:
         #: divergence, positions at which the most likely class is the same, positions
@@ -107,13 +118,13 @@ class Comparison:
     def add(self, original: torch.Tensor, quantized: torch.Tensor) -> None:
         """Add the positions of two tensors of logits, ``(positions, classes)``.
 
-        Called for each batch, in float32.
+        Called for each call of the model that has kept logits.
         """
         divergence, agreeing = compare(quantized, original)
         self._sums += torch.tensor([*torch.stack([divergence, agreeing]).tolist(), len(original)], dtype=torch.float64)
 
     def reduced(self, collectives: Collectives) -> Moved | None:
-        """The result over all ranks, None if there is none; every rank must call this."""
+        """The result over all ranks; None if no position was compared. Every rank must call this, after the pass."""
         divergence, agreeing, positions = collectives.reduce(self._sums.to(collectives.device), "sum").tolist()
         if positions:
             return Moved(divergence / positions, agreeing / positions, int(positions))

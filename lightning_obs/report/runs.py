@@ -8,12 +8,12 @@ from typing import Any
 from lightning_obs.report.logged_metrics import metric_kind
 from lightning_obs.report.numbers import quality_of
 
-#: of a run, what its own page knows
+#: the entries of a run that come from its own page; None where it has none
 _UNKNOWN = {"grade": None, "headline": None, "original_size": None, "page": None}
 
 
 def compared_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of a comparison with what the page draws of them.
+    """The rows of a comparison with the entries that the page draws; called when a page with other runs is written.
 
     Args:
         runs: rows as :func:`~lightning_obs.report.summary.comparison_table` takes them.

@@ -31,15 +31,15 @@ class Step:
     """One thing to do next; :mod:`.next_steps` makes it when a run's report is judged, and the page shows it.
 
     Attributes:
-        name: what to do.
-        title: what to do, for a person.
+        name: the name of the step, by which programs tell steps apart.
+        title: the step in words, for a person.
         reason: its effect and its cost.
-        python: to copy into a script.
-        changes: the arguments in Python that it changes, or needs, with their values. Those of "leave_out",
+        python: Python to copy into a script.
+        changes: the arguments in Python that the step changes, or needs, with their values. Those of "leave_out",
             "token_scales", "rounding" and "without_data" are fields of :class:`~lightning_obs.CalibrationOptions`.
         share: the largest share of the quantization noise that it could remove, by the layer errors of this run; 0: not
             known.
-        command: to type into a shell, added by the program that made the run; None: no command did.
+        command: the command to type into a shell, which the command line adds; None: no command does this step.
     """
 
     name: StepName

@@ -22,9 +22,9 @@ from lightning_obs.schemes.config import as_names
 
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
-    """The closing report of a calibration with its ``worst`` worst layers, for :func:`print_report`.
+    """The closing report of a calibration, with as many of its worst layers as ``worst`` says.
 
-    The command line prints it at the end of a run.
+    ``publish_report`` of the command line prints it at the end of a run (:func:`print_report`).
     """
     result = report.result
     assert result is not None
@@ -61,7 +61,7 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
 def layer_table(errors: Sequence[LayerError]) -> Table:
     """Layers with their error, one row each. Columns without values are left out, and rows, if any has one.
 
-    Printed at the end of ``trainer.validate`` and of the command line's runs.
+    A callback prints it after a calibration (``Results.show_calibration``), and :func:`summary` holds it.
     """
     titles = ("worst layers", "SQNR [dB]", "clipped [%]", "input range", "weight SQNR [dB]", "bits in use")
     all_rows = [_layer_cells(error) for error in errors]
@@ -144,7 +144,11 @@ def _quality_cells(row: Mapping[str, Any], named: bool) -> list[str]:
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Several runs side by side.
 
-    The command line prints it.
+    ``task=compare`` prints it, and so does the end of a ``--multirun``.
+
+    Args:
+        rows: a dict for each run: ``run``, its name; ``metric``, the name of its metric, and under that name the values
+            before and after; ``size`` [bytes], ``seconds``, ``worst_sqnr``, ``divergence`` and ``agreement``, if known.
     """
     return _table(*comparison(rows), title="comparison", header_style="bold")
 
@@ -190,7 +194,10 @@ def _number_or_empty(value: float | None, form: str) -> str:
 
 
 def print_report(report: RenderableType) -> None:
-    """Print to the terminal, at a width that cuts no column of a table, wherever output goes."""
+    """Print to the terminal, at a width that cuts no column of a table, wherever output goes.
+
+    Called for closing reports, comparisons of runs, and the tables of tasks that choose.
+    """
     terminal = Console()
     wide_options = terminal.options.update(width=1000)
     whole_width = Measurement.get(terminal, wide_options, report).maximum
