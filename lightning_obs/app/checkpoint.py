@@ -35,7 +35,7 @@ _CHECK_TOKENS = 128
 
 @dataclass(frozen=True)
 class _FilesBesideWeights:
-    """Stands in for the tokenizer in the export, to save further files of the source model (processor, code, licence).
+    """Takes the place of the tokenizer in the export, to save further files of the source model (processor, licence).
 
     ``_export`` passes it to the callback's export, which calls ``save_pretrained``.
 
@@ -235,7 +235,7 @@ def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def _first_sample(values: torch.Tensor) -> torch.Tensor:
-    """The first row of a batch; of token ids and masks, its first tokens."""
+    """The first row of a batch; of token ids and masks ``(batch, tokens)``, its first 128 tokens."""
     if values.ndim == 2 and not values.is_floating_point():
         return values[:1, :_CHECK_TOKENS]
     return values[:1]

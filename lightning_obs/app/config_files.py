@@ -57,7 +57,7 @@ def group_names() -> list[str]:
 def option_names(group: str) -> list[str]:
     """Return the names of a group's options (``fp8``, ``int8``... of ``scheme``); none if there is no such group.
 
-    ``overrides.py`` calls it to check each typed option.
+    ``overrides.py`` calls it to check each typed option, and :func:`options` to read all config files.
     """
     if group not in group_names():
         return []

@@ -22,7 +22,7 @@ def say(text: str) -> None:
 def step(text: str) -> Iterator[None]:
     """Show ``text``, a moving bar and the elapsed time while the ``with`` block runs.
 
-    For work whose length is not known: loading a model, reading data, measuring layers.
+    Tasks enter it for work whose length is not known: loading a model, reading data, measuring layers.
     """
     columns = [TextColumn("· {task.description}"), BarColumn(), TimeElapsedColumn()]
     with Progress(*columns, disable=rank_zero_only.rank != 0) as progress:
@@ -33,7 +33,9 @@ def step(text: str) -> Iterator[None]:
 
 @contextmanager
 def bytes_done(text: str, at_once: bool = True) -> Iterator[Callable[[str, int, int], None]]:
-    """Show that the ``with`` block is running, with a bar of the bytes done. For exports and for searches of ranges.
+    """Show that the ``with`` block is running, with a bar of the bytes done.
+
+    Tasks enter it to export, to search the ranges of weights, and to quantize from file to file.
 
     Args:
         text: names the work.

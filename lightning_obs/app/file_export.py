@@ -59,7 +59,10 @@ class FileExport:
         self._dynamic = list(export.get("dynamic") or ())
 
     def check_path(self) -> None:
-        """Refuse a file that could not be written, and options of a wrong value; called before the model is loaded."""
+        """Refuse a file that could not be written, and options of a wrong value.
+
+        ``Calibrate.check`` calls it before the model is loaded.
+        """
         if any(not isinstance(dimension, int) or dimension < 0 for dimension in self._dynamic):
             raise CalibrationError(
                 "export.dynamic", got=str(self._dynamic), expected="numbers of dimensions, such as [0, 1]"
@@ -67,7 +70,9 @@ class FileExport:
         self.destination.check_path()
 
     def check_model(self, job: Job, schemes: Mapping[str, QuantizationScheme]) -> None:
-        """Refuse a model or a scheme that the file cannot hold; called before the model runs on data.
+        """Refuse a model or a scheme that the file cannot hold.
+
+        ``Calibrate.check`` calls it once the model is loaded; ``Plan.check_task`` calls it for each candidate.
 
         Args:
             job: the job of the run.
@@ -76,7 +81,9 @@ class FileExport:
         self.destination.check_model(job.model, schemes)
 
     def write(self, job: Job) -> list[str]:
-        """Write the file at the end of a run. Every rank calls this, and rank 0 writes.
+        """Write the file at the end of a run, and on rank 0 run an ONNX file in onnxruntime, if that is installed.
+
+        ``Calibrate.run`` calls this on every rank, and rank 0 writes.
 
         Returns:
             Lines for the closing report.

@@ -33,7 +33,7 @@ from lightning_obs.schemes.recipes import RECIPES, Recipe, RecipeLike
 def plain(node: Any) -> Any:
     """Return a node of a config as dict, list or value, with its interpolations resolved; other values unchanged.
 
-    Called wherever a value of the composed config goes to code that does not know OmegaConf.
+    Tasks and other code of ``app/`` call it for values of the config that go to code that does not know OmegaConf.
     """
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
@@ -44,7 +44,8 @@ def plain(node: Any) -> Any:
 def make_options(config: DictConfig) -> CalibrationOptions:
     """The options of calibration, from ``scheme``, ``kv_cache``, ``observer``, ``weight_observer``, ``ignore``...
 
-    A task calls this before it loads the model; the proposal of next steps, for a command that it composes.
+    A task calls this before it loads the model. ``step_commands.py`` calls it for the config of a command that it
+    might propose as a next step.
 
     Raises:
         CalibrationError: options that are wrong, or do not go together.
@@ -123,7 +124,9 @@ def names_ignored_by_report(path: str | None) -> list[str]:
 
 
 def load_module(config: DictConfig) -> LightningModule:
-    """The LightningModule that ``model`` describes, with its weights; a run calls this once, before its data are read.
+    """The LightningModule that ``model`` describes, with its weights.
+
+    The check of a task calls this once, before the data are read.
 
     Raises:
         CalibrationError: ``model.layerwise`` is set; a model that cannot be loaded; one that the Trainer does not take.
@@ -143,7 +146,8 @@ def load_module(config: DictConfig) -> LightningModule:
 def make_module(config: DictConfig, **arguments: Any) -> LightningModule:
     """A new instance of the LightningModule that ``model`` describes.
 
-    Called for the run's module, and again to load the exported checkpoint into a second one.
+    Called for the run's module, and again after the export: for a second module that is given the exported checkpoint
+    (``Job.load_again``) or the adapters (``task=lora``).
 
     Args:
         config: the composed config.
@@ -159,7 +163,10 @@ def make_module(config: DictConfig, **arguments: Any) -> LightningModule:
 
 
 def check_data(config: DictConfig) -> None:
-    """Refuse, before the model is loaded, text data that are missing or lack a field; other data check themselves."""
+    """Refuse text data that are missing or lack a field; data of other classes check themselves.
+
+    Tasks call this before they load the model.
+    """
     data_class = get_class(config.data._target_)
     if issubclass(data_class, TextData):
         data_class.check(plain(config.data))
@@ -168,7 +175,7 @@ def check_data(config: DictConfig) -> None:
 def facts_for_data(module: LightningModule) -> Mapping[str, Any]:
     """Arguments by name that the model offers to its data: the result of ``module.for_data()``, or its tokenizer.
 
-    For :func:`read_data`, by which a task reads the data after the model is loaded.
+    Tasks call it once the model is loaded, and give the result to :func:`make_data`.
     """
     if hasattr(module, "for_data"):
         facts: Mapping[str, Any] = module.for_data()
@@ -200,7 +207,10 @@ def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModu
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
-    """Make the Trainer that ``trainer`` describes, with these callbacks; a run makes one for each of its loops."""
+    """Make the Trainer that ``trainer`` describes, with these callbacks.
+
+    Tasks call it for each of their loops: to calibrate, to train, and to measure.
+    """
     trainer_class = _trainer_class(config)
     bars = []
     package = package_of(trainer_class)
@@ -213,8 +223,8 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
 def _trainer_class(config: DictConfig) -> type[Trainer]:
     """The Trainer of the package of Lightning that the class of ``model`` is of, or the class that a user has set.
 
-    A task calls this before the model is loaded, to refuse devices and strategies; so the class is asked, not the
-    module.
+    :func:`make_trainer` calls this before a task loads the model, so that wrong devices and strategies are refused
+    early. So the class of the module is asked, not the module.
     """
     set_class: type[Trainer] = get_class(config.trainer._target_)
     if set_class is not Trainer:

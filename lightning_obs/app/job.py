@@ -30,6 +30,8 @@ _OF_A_CHECKPOINT = {"dtype": "auto", "keep_packed": False, "lora": None, "adapte
 class Job:
     """Model, data, callback and Trainer of a run that calibrates.
 
+    ``Calibrate`` makes one in its constructor. :meth:`use` sets callback and Trainer, :meth:`load` model and data.
+
     Args:
         config: the composed config.
 
@@ -38,7 +40,7 @@ class Job:
         trainer: the Trainer that runs the callback.
         module: the LightningModule around the model.
         model: the module that is calibrated, ``module`` itself or one inside it (``config.module``).
-        data: to calibrate, train and measure on.
+        data: the data to calibrate on, to train on and to measure on.
         folder: folder of the checkpoint to write; None: no checkpoint is written.
         file: path of an ONNX, program or GGUF file to write; None: no such file is written.
     """
@@ -55,7 +57,10 @@ class Job:
         self.file = Path(config.export.file) if config.export.get("file") else None
 
     def use(self, callback: SessionCallback) -> None:
-        """Let this callback calibrate, in a new Trainer. A task that chooses its scheme calls this a second time."""
+        """Let this callback calibrate, in a new Trainer.
+
+        ``Calibrate.check`` calls this; a task that chooses calls it again in ``choose``, with the chosen options.
+        """
         self.callback = callback
         self.trainer = make_trainer(self.config, callback)
 
@@ -81,7 +86,8 @@ class Job:
     def inputs(self, batch: Any) -> dict[str, Any]:
         """Return the keyword arguments of ``model`` for a batch, on the model's device.
 
-        Called where a task runs the model without a Trainer. The arguments are the result of
+        Called where a run forwards batches without a Trainer: by :meth:`first_inputs`, and for the sample that a
+        reloaded checkpoint is compared on. The arguments are the result of
         ``module.model_inputs(batch)``, or the batch if the module has no such method.
         """
         if hasattr(self.module, "model_inputs"):
@@ -95,7 +101,8 @@ class Job:
     def first_inputs(self, loader: Iterable[Any], batches: int | None = None) -> list[dict[str, Any]]:
         """The model's keyword arguments for the first batches of a loader; the model is moved to its device before.
 
-        For steps that run the model without a Trainer: timing, layer errors, choosing.
+        Tasks call it for steps that run the model without a Trainer: timing, layer errors, choosing, the example of an
+        exported file.
 
         Args:
             loader: a loader of batches.
@@ -105,7 +112,10 @@ class Job:
         return [self.inputs(batch) for batch in islice(loader, batches)]
 
     def to_device(self) -> None:
-        """Move the model to the device of the Trainer; called before the model runs without a Trainer.
+        """Move the model to the device of the Trainer.
+
+        :meth:`first_inputs` calls it before the model runs without a Trainer, and ``Calibrate.calibrate`` for a
+        calibration without batches.
 
         Between its loops a Trainer leaves the model on the CPU. Sharded models stay where they are.
         """
@@ -132,6 +142,7 @@ class Job:
     def batches(self, name: str) -> int:
         """Return a number of batches from the config: ``data.<name>``, or 0 without such a key.
 
-        The estimate of a run's duration (``Calibrate.passes``) calls it, and checks of a task.
+        ``passes`` of a task calls it to estimate the duration of a run, and ``Finetune.check_task`` to refuse a run
+        without training batches.
         """
         return int(self.config.data.get(name) or 0)

@@ -34,7 +34,7 @@ def run(config: DictConfig) -> dict[str, Any]:
 
 
 def _run(config: DictConfig) -> dict[str, Any]:
-    """What :func:`run` does, while Lightning is quiet."""
+    """Check the typed words and values, run the task, and return its row; :func:`run` calls it with Lightning quiet."""
     overrides = typed_overrides()
     refuse_deleted(overrides)
     refuse_unread(task_node(config), overrides)

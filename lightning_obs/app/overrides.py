@@ -69,7 +69,12 @@ def _raise_for_flag(word: str, words: Sequence[str]) -> None:
 
 
 def _raise_for_bare_word(word: str, next_words: Sequence[str]) -> None:
-    """Raise for a word without ``=``, and propose the override that was probably meant."""
+    """Raise for a word without ``=``, and propose the override that was probably meant.
+
+    Args:
+        word: the word, such as ``scheme`` or ``scheme:fp8``.
+        next_words: the words behind it; the first one may be its value.
+    """
     if word in ("help", "version"):
         raise CalibrationError(f"cannot read {word!r}", remedy=f"--{word}; {_EXAMPLE}")
     match = re.match(r"([\w./@+]*)([:\s]*)(.*)", word, re.DOTALL)
@@ -173,7 +178,7 @@ def _unknown_key(key: str) -> str:
 
 
 def _keys_below(parent: str) -> list[str]:
-    """The names of the keys directly below a node of the config; for the top level, the names of groups as well."""
+    """The names of the keys directly below the node ``parent``; for the top level (``""``), also names of groups."""
     names = set() if parent else set(group_names())
     prefix = f"{parent}." if parent else ""
     for key in all_keys():

@@ -29,8 +29,9 @@ class Quality:
     Attributes:
         name: the name under which ``test_step`` logged the value.
         value: the logged value, over all held-out batches and ranks.
-        higher_is_better: what the module's torchmetrics metric of that name says; None if there is no such metric.
-        moved: how far the predictions are from the original model's (divergence, agreement); None for the original
+        higher_is_better: the direction of the module's torchmetrics metric of that name; None if there is no such
+            metric.
+        moved: the distance of the predictions from the original model's (divergence, agreement); None for the original
             itself, and for a model whose output has no logits.
     """
 
@@ -67,9 +68,11 @@ def measure_quality(module: LightningModule, trainer: Trainer, data: LightningDa
 class QualityMeter:
     """Measures a model on the same held-out data at several stages of a run, and compares predictions.
 
+    ``Calibrate.check`` makes one unless ``evaluate`` is off.
+
     Args:
         module: the LightningModule of the run.
-        model: the one inside ``module`` that is calibrated.
+        model: the model inside ``module`` that is calibrated.
         data: the data; its ``test_dataloader`` is held out.
         evaluator: a Trainer without the run's callback.
     """
@@ -146,12 +149,12 @@ class QualityMeter:
 def recovered_share(original: Quality | None, calibrated: Quality | None, tuned: Quality | None) -> float | None:
     """The share of calibration's loss that fine-tuning recovered, from 0 (none, or it lost more) to 1 (all, or more).
 
-    For the report of ``task=finetune``.
+    ``Finetune`` calls it at the end of its run, for the closing lines and the row of the run.
 
     Args:
         original: the quality in full precision.
-        calibrated: before training.
-        tuned: after training.
+        calibrated: the quality of the calibrated model before training.
+        tuned: the quality of that model after training.
 
     Returns:
         None if one of the three was not measured, if calibration lost next to nothing, or if the metric does not say

@@ -26,9 +26,11 @@ from lightning_obs.report.summary import print_report, summary
 def quality_facts(original: Quality | None, quantized: Quality | None) -> dict[str, Any]:
     """The quality before and after as fields of the report; empty if one of the two was not measured.
 
+    ``Calibrate.report_facts`` calls it, at the end of a run.
+
     Args:
         original: the quality in full precision.
-        quantized: the quality of the exported model.
+        quantized: the quality of the quantized model, as it is exported.
     """
     if original is None or quantized is None:
         return {}

@@ -55,12 +55,13 @@ class _Change:
 
 
 class StepCommands:
-    """Says which next steps are possible after a run, and by which command. A task makes one when it reports.
+    """Says which next steps are possible after a run, and by which command. ``Calibrate.report`` makes one.
 
     Args:
         job: the job of the run, whose model is calibrated.
-        has_logits: the run has compared the predictions, so the model's output has logits.
-        may_train: the run has not trained the model, nor chosen its schemes.
+        has_logits: whether the run has compared the predictions, so that the model's output has logits.
+        may_train: whether the run may be followed by training: it has neither trained the model nor chosen its schemes
+            or observers.
     """
 
     def __init__(self, job: Job, has_logits: bool, may_train: bool) -> None:
@@ -107,7 +108,7 @@ class StepCommands:
 
 
 def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
-    """Return the command to type for a step; None if no command does it.
+    """Return the command to type for a step; None if no command does it. :meth:`StepCommands.command` calls it.
 
     Args:
         step: a step that the report proposes.
@@ -123,7 +124,10 @@ def step_command(step: Step, words: Sequence[str], folder: Path) -> str | None:
 
 
 def command_of_run() -> str | None:
-    """Return the command that started this run, for its page; None if the run was composed in Python."""
+    """Return the command that started this run; None if the run was composed in Python.
+
+    ``run_provenance`` calls it for the page of the run.
+    """
     words = typed_words()
     return None if words is None else shlex.join([*_PROGRAM, *words])
 
@@ -138,7 +142,7 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
         words: as for :func:`step_command`.
         folder: as for :func:`step_command`.
         module: the LightningModule of the run; its tokenizer reads the data to train on.
-        model: the one inside ``module`` that was calibrated.
+        model: the model inside ``module`` that was calibrated.
 
     Returns:
         True also for a step that no command of this program does.
@@ -190,7 +194,7 @@ def _change(step: Step, words: Sequence[str], folder: Path) -> _Change | None:
 
 
 def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]:
-    """The words of a command after a change.
+    """The words of a command after a change: flags, then overrides, the words of the change, and folders.
 
     The new run must not write into the folders of the old one: ``-name`` is appended to the folders that were typed.
 

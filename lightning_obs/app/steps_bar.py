@@ -18,6 +18,7 @@ def make_steps_bar(package: str) -> Any:
     bar: Any = import_module(f"{package}.callbacks").RichProgressBar
 
     class StepsBar(bar):
+        # Lightning calls it for the text beside the bar.
         def _get_train_description(self, current_epoch: int) -> str:
             description: str = super()._get_train_description(current_epoch)
             return description.replace("/-2", "   ")

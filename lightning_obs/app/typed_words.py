@@ -40,9 +40,9 @@ def typed_words() -> list[str] | None:
 
 
 def typed_overrides() -> list[str]:
-    """Return the typed words of the form ``key=value``, ``+key=value`` or ``~key``, to be checked before the task runs.
+    """Return the typed words of the form ``key=value``, ``+key=value`` or ``~key``; none for a config made in Python.
 
-    Empty if the config was composed in Python.
+    ``main.run`` calls it to check them before the task is made, and :func:`refuse_idle_ignore` to find ``ignore``.
     """
     return [word for word in typed_words() or () if not word.startswith("--")]
 
@@ -54,7 +54,7 @@ def refuse_deleted(words: Sequence[str]) -> None:
     class is added in their place: ``~model +model._target_=...``.
 
     Args:
-        words: overrides.
+        words: the typed words of :func:`typed_overrides`.
     """
     overrides = _parsed(words)
     added_keys = {_key(override) for override in overrides if override.is_add()}
@@ -73,7 +73,7 @@ def refuse_unread(task: DictConfig, words: Sequence[str]) -> None:
     Args:
         task: the node of the task. ``ignores`` has patterns of the keys that the task does not read, ``reads`` has
             patterns of exceptions.
-        words: overrides.
+        words: the words of the run, or of the proposed command, that are no flags.
     """
     overrides = _parsed(words)
     keys = [_key(override) for override in overrides]
@@ -100,7 +100,8 @@ def refuse_unread(task: DictConfig, words: Sequence[str]) -> None:
 def refuse_idle_ignore(config: DictConfig, model: nn.Module) -> None:
     """Raise for a typed ``ignore`` that matches no module; the default of a config may match none.
 
-    Called by the check of a task, once ``model`` is known (on the meta device, where no whole model is loaded).
+    The check of a task calls this: with the loaded model in ``Job.load``, and in ``Weights.check`` with a model on the
+    meta device, since that task loads no whole model.
     """
     typed_keys = [_key(override) for override in _parsed(typed_overrides())]
     if "ignore" in typed_keys:

@@ -86,7 +86,10 @@ def _expected(key: str, kinds: set[type]) -> str | None:
 
 
 def _is_of_kind(value: Any, kinds: set[type]) -> bool:
-    """Whether a value is a switch where one is declared, or a number where one is declared."""
+    """Whether a value is true or false where a key is declared so, or a number where a number is declared.
+
+    :func:`_check_value` asks it for keys that take nothing else.
+    """
     if bool in kinds or isinstance(value, bool):
         return bool in kinds and isinstance(value, bool)
     return isinstance(value, (int, float) if float in kinds else int)

@@ -73,7 +73,7 @@ class BaseFile:
         self._names = gguf.get_tensor_name_map(architectures[self._architecture], blocks)
 
     def _value(self, key: str, default: Any) -> Any:
-        """A value of the metadata."""
+        """The value of a key of the metadata; ``default`` if the file does not have the key."""
         field = self._reader.get_field(key)
         return default if field is None else field.contents()
 
@@ -92,6 +92,7 @@ class BaseFile:
         names = {}
         for module_name, file_name in names_in_files(model, module_names).items():
             joined = _EXPERT.sub("", file_name)
+            # gguf's tables may have a name without the prefix of a model's language part, or with "model." before it
             for candidate in (joined, joined.replace("language_model.", ""), f"model.{joined}"):
                 tensor = self._names.get_name(f"{candidate}.weight", try_suffixes=(".weight",))
                 if tensor in self.tensors:
@@ -104,7 +105,8 @@ class BaseFile:
     ) -> NDArray[np.int64] | None:
         """Return the order in which a tensor of this file has the rows of a module's weight.
 
-        ``gguf_file.py`` calls it for each calibrated module, and reorders the new data by it.
+        ``gguf_file.py`` calls it for each calibrated module, and reorders the new data by the result. It also calls it
+        for each embedding, to refuse a base that holds another one.
 
         Args:
             name: the name of the tensor.
@@ -126,7 +128,10 @@ class BaseFile:
         return None
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in torch's order of dimensions: experts (of a layer's tensor), rows, columns."""
+        """Return the shape of a tensor in torch's order of dimensions: experts (of a layer's tensor), rows, columns.
+
+        ``gguf_file.py`` compares it with the shapes of the model's weights.
+        """
         return tuple(int(size) for size in reversed(self.tensors[name].shape))
 
     def values(self, name: str) -> torch.Tensor:
@@ -209,7 +214,7 @@ class BaseFile:
         """The bytes of the metadata with other ``numbers``, and how many keys were added."""
         import gguf
 
-        # the fields of the reader begin with three of the header: version and counts
+        # behind the header: magic and version of 4 bytes each, the counts of tensors and of keys of 8 bytes each
         begin = 24
         end = min(tensor.field.offset for tensor in self.tensors.values())
         metadata = bytearray(self._reader.data[begin:end])
@@ -221,7 +226,7 @@ class BaseFile:
                 metadata += entry
                 added += 1
             elif field.types == [gguf.GGUFValueType.UINT32]:
-                place = field.offset - begin
+                place = field.offset - begin  # the new entry is as long as the old one
                 metadata[place : place + len(entry)] = entry
         return bytes(metadata), added
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_obs.model.stored import StoredWeight
 from lightning_obs.schemes.config import number_format
 
-#: weights that share a scale
+#: number of weights in a block, which share a scale
 BLOCK = 32
 #: relative error of the nearest float16, unless the number is too large or too small for it
 _FLOAT16_ERROR = 2.0**-11
@@ -75,7 +75,7 @@ def _minimum(scale: Any, zero_point: Any, lowest: int) -> _Bytes:
 
 
 def _above(codes: Any, lowest: int) -> NDArray[np.uint8]:
-    """Codes counted from the lowest."""
+    """Codes counted from the lowest code of their format, ``lowest`` (-8 of int4, -16 of int5), so from 0 on."""
     return (codes.astype(np.int16) - lowest).astype(np.uint8)
 
 
@@ -110,10 +110,11 @@ def _q8_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
 
 def _mxfp4(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
     """Blocks of MXFP4: the exponent of the scale, a power of two, with the bias 127; then the four-bit floats."""
-    _, exponent = np.frexp(scale)
+    _, exponent = np.frexp(scale)  # scale = 0.5 * 2 ** exponent: 2 ** (exponent - 1), with the bias exponent + 126
     return np.concatenate([(exponent + 126).astype(np.uint8), _nibbles(codes.view(np.uint8))], axis=1)
 
 
+#: every format that is written; :func:`format_for` takes the first one that fits
 FORMATS = (
     BlockFormat("Q4_0", "int4", True, "MOSTLY_Q4_0", _q4_0),
     BlockFormat("Q4_1", "int4", False, "MOSTLY_Q4_1", _q4_1),
@@ -130,7 +131,8 @@ FORMATS = (
 def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
     """Return the format that stores a weight with every code and scale unchanged; None: there is none.
 
-    ``gguf_file.py`` calls it for each module, before the calibration to refuse schemes, and to write.
+    ``gguf_file.py`` calls it for each quantized module: before the calibration to refuse schemes that no format holds,
+    and at the export.
 
     Args:
         args: how the weight is quantized.
@@ -156,7 +158,7 @@ def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
 
 
 def to_blocks(weight: StoredWeight, block_format: BlockFormat) -> _Bytes:
-    """Store a weight in blocks; called once for each calibrated module of a file.
+    """Store a weight in blocks; ``gguf_file.py`` calls it for each calibrated module when it writes a file.
 
     Args:
         weight: codes and range of a weight whose format is ``block_format``, by :func:`format_for`.
@@ -201,7 +203,7 @@ class InFloat16(NamedTuple):
 
     @classmethod
     def of(cls, scale: torch.Tensor, block_format: BlockFormat) -> InFloat16:
-        """Compare a weight's scales with what the blocks of a format store.
+        """Compare the scales of a weight with the numbers that the blocks of ``block_format`` store for them.
 
         MXFP4 stores the exponents of its scales, which are powers of two, so it always holds them exactly.
         """

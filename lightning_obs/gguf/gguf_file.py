@@ -67,7 +67,8 @@ def export_gguf(
     points as Q4_1, int5 as Q5_0 and Q5_1, int8 as Q8_0, MXFP4 as MXFP4, with the codes that were calibrated. GGUF
     stores scales in float16. The schemes ``Q4_0`` to ``Q8_0`` calibrate scales that float16 holds exactly; other scales
     are rounded, with a warning. For a zero point GGUF stores the number of the lowest code in float16, so that weights
-    differ from ``quantized()`` by up to 0.7 % of a step (5 bits: 1.5 %). Needs the package of the extra ``gguf``.
+    differ from ``quantized()`` by up to 0.7 % of a step (5 bits: 1.5 %). Needs the package of the extra ``gguf``. The
+    user calls it, and a callback or the command line at the end of a run that exports.
 
     Args:
         model: a model of transformers, calibrated in weights alone. It is not changed.
@@ -103,10 +104,13 @@ def require_gguf(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Refuse what :func:`export_gguf` could not write, before any data is read; a run that exports at its end calls it.
+    """Refuse what :func:`export_gguf` could not write.
+
+    A run that exports at its end calls it before its model sees data (``GgufFile.check_model`` in
+    ``callbacks/destinations.py``).
 
     Args:
-        model: calibrated, or to be calibrated.
+        model: a model that is calibrated, or will be.
         schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, base, overwrite: as for :func:`export_gguf`.
 
@@ -123,7 +127,10 @@ def _prepare(
     base: str | os.PathLike[str],
     overwrite: bool,
 ) -> tuple[BaseFile, dict[str, _Replacement]]:
-    """Make all checks of :func:`require_gguf`, and return the base and its tensors that get other data, by name."""
+    """Make all checks of :func:`require_gguf`, and return the base and its tensors that get other data, by name.
+
+    :func:`export_gguf` calls it too, and writes by what it returns.
+    """
     base_file = check_files(file, base, overwrite)
     refuse_unmerged(model, _FILE_KIND)
     refuse(
@@ -147,7 +154,8 @@ def _prepare(
 def check_files(file: str | os.PathLike[str], base: str | os.PathLike[str], overwrite: bool) -> BaseFile:
     """Open the base; refuse files that could not be written or read, whatever the model.
 
-    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_gguf` calls it again.
+    ``callbacks/destinations.py`` calls it when a run starts; :func:`export_gguf` and :func:`require_gguf` call it
+    again.
 
     Args:
         file, base, overwrite: as for :func:`export_gguf`.
@@ -176,7 +184,7 @@ def _refuse_schemes(model: nn.Module, schemes: Mapping[str, QuantizationScheme])
 
 
 def _reason_against(module: nn.Module, scheme: QuantizationScheme) -> str | None:
-    """What GGUF cannot hold of one module's scheme; None if it holds all."""
+    """The part of one module's scheme that GGUF cannot hold, in words for an error; None if GGUF holds the scheme."""
     if scheme.weights is None or len(list(scheme_args(scheme))) > 1:
         return f"{describe_scheme(scheme)}: only weights"
     shape = matrix_shape(module)
@@ -228,6 +236,11 @@ def _refuse_other_weights(where: Sequence[str], base: BaseFile) -> None:
 
 def _check_scales(modules: Mapping[str, nn.Module]) -> None:
     """Refuse scales that float16 cannot hold; warn of scales that it rounds.
+
+    :func:`export_gguf` calls it before it writes.
+
+    Args:
+        modules: the calibrated modules, by name.
 
     Raises:
         CalibrationError: names the modules.
@@ -352,9 +365,13 @@ def _refuse_other_shape(tensor: str, modules: Sequence[nn.Module], base: BaseFil
 
 
 def _write(file: Path, base: BaseFile, replacements: Mapping[str, _Replacement]) -> None:
-    """Write the file: the base with other data for some tensors."""
+    """Write the file: the base with other data for the tensors in ``replacements``, packed when they are written.
+
+    The metadata name the format that most of the replaced weights have as the format of the file.
+    """
     gguf: Any = import_package("gguf", "export_gguf")
 
+    # base.write calls it when it comes to the tensor.
     def data(tensor: str) -> bytes:
         replacement = replacements[tensor]
         parts = []

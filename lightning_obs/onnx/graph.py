@@ -176,7 +176,7 @@ def _multiply_integers(graph: Any, product: Any) -> None:
 
     Args:
         graph: changed in place.
-        product: a MatMul or Gemm of a Linear. One with a calibrated input, or none, stays.
+        product: a MatMul or Gemm. It stays if its input has a calibrated range or is in float.
     """
     dequantize = product.inputs[0].producer()
     quantize = None if dequantize is None else dequantize.inputs[0].producer()
@@ -208,7 +208,10 @@ def _multiply_integers(graph: Any, product: Any) -> None:
 
 
 def _is_nearest_resize(node: Any) -> bool:
-    """Whether a node is a Resize that copies the nearest values, as upsampling in a Unet does."""
+    """Whether a node is a Resize that copies the nearest values, as upsampling in a Unet does.
+
+    A Resize in the mode ``tf_crop_and_resize`` may also fill in values that its input does not have.
+    """
     if node.op_type != "Resize":
         return False
     attributes = {name: attribute.value for name, attribute in node.attributes.items()}
@@ -224,7 +227,7 @@ def _quantize_selection(graph: Any, selection: Any) -> None:
 
     Args:
         graph: changed in place.
-        selection: a MaxPool, or a Resize that copies the nearest values. One with an input in float stays.
+        selection: a MaxPool, or a Resize that copies the nearest values. It stays as it is if its input is in float.
     """
     dequantize = selection.inputs[0].producer()
     is_quantized = dequantize is not None and dequantize.op_type == "DequantizeLinear"
@@ -304,7 +307,7 @@ def _name_after_modules(graph: Any) -> None:
 def _name_outputs(graph: Any, names: Sequence[str]) -> None:
     """Rename the graph's outputs. Where another value has the name already, a number follows it.
 
-    An output that is an input of the graph, too, keeps its name.
+    A value that is both an input and an output of the graph keeps its name.
     """
     taken = set(graph.initializers)
     values = [*graph.inputs, *(value for node in graph for value in node.outputs)]

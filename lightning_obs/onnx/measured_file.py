@@ -36,18 +36,18 @@ _IN_FLOAT = frozenset({
     "Conv", "FusedConv", "NhwcFusedConv", "ConvTranspose", "Gemm", "FusedGemm", "MatMul", "FusedMatMul", "Einsum",
     "Attention", "MultiHeadAttention", "LSTM", "GRU", "RNN",
 })  # fmt: skip
-#: seconds that one of the two files is run for, and the runs of each at least
+#: seconds that each of the two files is run for, and the least number of its runs
 _SECONDS = 1.0
 _RUNS = 5
 
 
 @dataclass(frozen=True)
 class OnnxMeasurement:
-    """The result of :func:`measure_onnx`; ``str`` makes the line of a closing report.
+    """The result of :func:`measure_onnx`. ``str`` makes the line that a callback logs and a closing report shows.
 
     Attributes:
         runtime: name and release of the engine.
-        products: how many convolutions and matrix products the engine runs.
+        products: the number of convolutions and matrix products that the engine runs.
         in_float: the products that the engine computes in float, each ``"module/operation"``; the others multiply
             integers.
         milliseconds: median duration of one run of the file.
@@ -65,7 +65,7 @@ class OnnxMeasurement:
 
     @property
     def speed(self) -> float:
-        """The speed relative to the model in float: above 1 the file is faster."""
+        """The speed relative to the model in float, which ``str`` shows: above 1 the file is faster."""
         return self.float_milliseconds / self.milliseconds
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ def _session(onnxruntime: Any, file: str | os.PathLike[str]) -> Any:
 
 
 def _options(onnxruntime: Any) -> Any:
-    """Options of a session that logs errors alone."""
+    """Options of a session that logs errors (level 3), and no warnings."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     return options
@@ -169,7 +169,7 @@ def _feeds(session: Any, arguments: Example) -> dict[str, Any]:
 
 
 def _medians(sessions: Sequence[Any], feeds: Mapping[str, Any]) -> list[float]:
-    """The median milliseconds of a run of each session; the sessions run in turn."""
+    """The median milliseconds of a run of each session; the sessions run in turn, and their first runs do not count."""
     milliseconds: list[list[float]] = [[] for _ in sessions]
     began = time.perf_counter()
     while len(milliseconds[0]) < _RUNS or time.perf_counter() - began < _SECONDS * len(sessions):

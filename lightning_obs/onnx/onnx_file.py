@@ -53,7 +53,7 @@ from lightning_obs.packages import import_package, require_release
 
 #: the first opset with 4-bit integers and scales per group
 _OPSET = 21
-#: bytes of weights that one file holds; protobuf ends at 2 GiB, and the graph needs room, too
+#: bytes of weights that one file holds, 1.5 GiB; protobuf ends at 2 GiB, and the graph needs room beside the weights
 _LARGEST_FILE = 3 << 29
 #: the first release under which the graph has the names of the model's buffers; before it 4-bit integers took 8 bits
 _OLDEST_ONNXSCRIPT = "0.6"
@@ -76,7 +76,7 @@ def export_onnx(
     Weights are stored as the integers that a checkpoint holds (int8; int4 at 4 bits and less): at 8 bits the file has
     about a quarter of the bytes of a float32 file. It computes what the model does under
     :func:`~lightning_obs.quantized`, up to the order of floating point operations. Needs the packages of the extra
-    ``onnx``; writes opset 21.
+    ``onnx``; writes opset 21. The user calls it, and a callback or the command line at the end of a run that exports.
 
     Args:
         model: a model in float32. It is traced in evaluation mode, and not changed.
@@ -127,10 +127,13 @@ def require_onnx(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Refuse what :func:`export_onnx` could not write, before any data is read; a run that exports at its end calls it.
+    """Refuse what :func:`export_onnx` could not write.
+
+    A run that exports at its end calls it before its model sees data (``OnnxFile.check_model`` in
+    ``callbacks/destinations.py``), and :func:`export_onnx` calls it before it traces.
 
     Args:
-        model: calibrated, or to be calibrated.
+        model: a model that is calibrated, or will be.
         schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, overwrite: as for :func:`export_onnx`.
 
@@ -145,7 +148,8 @@ def require_onnx(
 def check_onnx_file(file: str | os.PathLike[str], overwrite: bool, signed: bool | None = None) -> None:
     """Refuse a file that could not be written, whatever the model: packages are missing, the name is taken.
 
-    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_onnx` calls it first.
+    ``callbacks/destinations.py`` calls it when a run starts. :func:`export_onnx` and :func:`require_onnx` call it
+    first.
 
     Args:
         file, overwrite, signed: as for :func:`export_onnx`.
@@ -383,12 +387,15 @@ def _save(program: Any, file: Path, overwrite: bool) -> None:
 
 
 def bytes_of(file: Path) -> int:
-    """Return the bytes of an exported file and of the weight file beside it, for the report of a run."""
+    """Return the bytes of an exported file and of the weight files beside it, which only an ONNX file has.
+
+    The command line calls it at the end of a run, for the printed line and the report, for files of every format.
+    """
     return sum(path.stat().st_size for path in (file, *_weight_files_of(file)))
 
 
 def _weight_files_of(file: Path) -> list[Path]:
-    """The files of weights that an earlier export of a large model has written beside ``file``."""
+    """The weight files beside ``file``, by their names: those that exports of a large model have written there."""
     pattern = re.compile(re.escape(file.name) + r"\.[0-9a-f]{8}\.data")
     if not file.parent.is_dir():
         return []

@@ -35,7 +35,10 @@ def finish(graph_module: fx.GraphModule) -> None:
 
 
 class _QuantizedWeight(NamedTuple):
-    """The constants of a dequantize operation for a weight, whose first dimension are its output channels."""
+    """The constants of a dequantize operation for a weight, whose first dimension are its output channels.
+
+    :func:`_quantized_weight` reads them from the graph, and :func:`_fold` multiplies a batch norm into them.
+    """
 
     codes: torch.Tensor
     #: ``(channels,)``, as are the zero points
@@ -72,7 +75,8 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     """Fold a batch norm into the quantized convolution or Linear before it. A batch norm behind anything else stays.
 
     A product ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
-    product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes.
+    product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. It stays unfolded
+    where :meth:`_QuantizedWeight.times` gives None.
     """
     product = batch_norm.args[0]
     if not isinstance(product, fx.Node) or not _is_product(product) or len(product.users) != 1:
@@ -83,6 +87,7 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     if weight is None or mean is None or variance is None:
         return
     assert isinstance(dequantize, fx.Node)
+    # batch_norm(input, gamma, beta, mean, variance, training, momentum, epsilon, ...)
     epsilon: Any = batch_norm.args[7]
     factor = 1 / (variance.double() + epsilon).sqrt()
     if gamma is not None:
@@ -148,7 +153,7 @@ def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _Quantiz
 
 
 def _calls(node: Any, operation: Any) -> bool:
-    """Whether an argument of a node is itself a call of an operation, in any of its overloads."""
+    """Whether ``node``, a node or an argument of one, is a call of an operation, in any of its overloads."""
     if not isinstance(node, fx.Node):
         return False
     overloads = getattr(node.target, "overloadpacket", None)

@@ -64,7 +64,8 @@ def export_program(
     example's values there are zeros. The program computes what the model does under :func:`~lightning_obs.quantized`,
     up to the order of floating point operations. (A value halfway between two integers may go to the other one, because
     the operations multiply by the inverse of a scale; the largest value that was observed is such a value in symmetric
-    schemes.) It is loaded without this package::
+    schemes.) The user calls this function, and a callback or the command line at the end of a run that exports. The
+    program is loaded without this package::
 
         import torch.ao.quantization.fx._decomposed  # registers the operations
         program = torch.export.load("model.pt2")
@@ -109,12 +110,13 @@ def require_program(
     *,
     overwrite: bool = False,
 ) -> None:
-    """Refuse what :func:`export_program` could not write, before any data is read.
+    """Refuse what :func:`export_program` could not write.
 
-    A run that exports at its end calls it.
+    A run that exports at its end calls it before its model sees data (``ProgramFile.check_model`` in
+    ``callbacks/destinations.py``), and :func:`export_program` calls it before it traces.
 
     Args:
-        model: calibrated, or to be calibrated.
+        model: a model that is calibrated, or will be.
         schemes: schemes of the modules that are calibrated, or will be, by module name.
         file, overwrite: as for :func:`export_program`.
 
@@ -129,7 +131,8 @@ def require_program(
 def check_program_file(file: str | os.PathLike[str], overwrite: bool, backend: str | None = None) -> None:
     """Refuse a file that could not be written, whatever the model: the name is taken, or has another suffix.
 
-    ``callbacks/destinations.py`` calls it before anything is calibrated; :func:`export_program` calls it first.
+    ``callbacks/destinations.py`` calls it when a run starts. :func:`export_program` and :func:`require_program` call it
+    first.
 
     Args:
         file, overwrite, backend: as for :func:`export_program`.
@@ -164,7 +167,7 @@ def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.exp
     """The finished program of a model, traced under the quantized forward; called by :func:`export_program`.
 
     Args:
-        model: calibrated, in evaluation mode.
+        model: a calibrated model in evaluation mode.
         example: the arguments to trace it with.
         backend: as for :func:`export_program`.
 
@@ -183,7 +186,7 @@ def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.exp
 
 
 def _export(module: nn.Module, example: Example) -> torch.export.ExportedProgram:
-    """The program of a module.
+    """The program of a module: of the model with its writers, then of the graph that was made of it.
 
     Raises:
         CalibrationError: torch.export failed, with an error of any class.

@@ -22,7 +22,7 @@ _ATEN = torch.ops.aten
 
 
 def write_for_xnnpack(graph_module: fx.GraphModule) -> None:
-    """Replace layer norms, means and attention whose sizes are known.
+    """Replace layer norms, means and attention whose sizes are all numbers; calls with other sizes stay.
 
     ``program_file.py`` calls it for ``backend="xnnpack"``, after the first trace.
 
@@ -51,7 +51,7 @@ def _has_known_sizes(node: fx.Node) -> bool:
 
 
 def _shape(node: Any) -> list[int]:
-    """The shape of a node's output."""
+    """The shape of a node's output; the sizes are numbers, since other nodes are not rewritten."""
     return list(node.meta["val"].shape)
 
 
@@ -102,7 +102,7 @@ def _write_layer_norm(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
         return None
     [size] = normalized_shape
     if epsilon is None:
-        epsilon = 1e-5
+        epsilon = 1e-5  # the default of aten's layer_norm
     mean = nodes.mean(value, size)
     centered = nodes.call(_ATEN.sub.Tensor, value, mean)
     squares = nodes.call(_ATEN.mul.Tensor, centered, centered)

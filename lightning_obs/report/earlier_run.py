@@ -46,6 +46,7 @@ def read_earlier(path: str | os.PathLike[str]) -> dict[str, Any]:
     with naming(file, expected=expected):
         if not isinstance(earlier["title"], str):
             raise TypeError("its title is not a text")
+        # the additions raise a TypeError for a name that is no text and for an SQNR that is no number
         for layer in earlier["layers"]:
             _ = layer["name"] + ""
             _ = (layer.get("sqnr") or 0.0) + 0.0

@@ -271,7 +271,7 @@ def fact_names() -> list[str]:
 def facts(report: Report, arrow: str = "->") -> dict[str, str]:
     """What the run has measured, by name, in the order of a report; the arrow stands between before and after.
 
-    The closing summary and the page show these texts, and grades are computed beside them.
+    The closing summary and the page call it and show these texts; ``graded_numbers`` shows them beside the grades.
     """
     texts: dict[str, str] = {}
     for name, (before, after) in report.quality.metrics.items():

@@ -58,6 +58,7 @@ class LayerError:
         """Signal-to-quantization-noise ratio of the output [dB], the mean over tokens.
 
         Where no output was measured, the smaller of the weight's and the input's ratio; NaN where neither is known.
+        Layers are sorted by it, and poor layers are those with the smallest values.
         """
         tensors = (self.weight, self.input) if self.output is None else (self.output,)
         ratios = [tensor.sqnr for tensor in tensors if tensor is not None and tensor.sqnr is not None]
@@ -65,7 +66,10 @@ class LayerError:
 
     @property
     def clipped(self) -> float | None:
-        """Share of the input values outside the range of the input scale [%]; None for dynamic inputs."""
+        """Share of the input values outside the range of the input scale [%], for tables and logs.
+
+        None for dynamic inputs.
+        """
         if self.input is None:
             return None
         return self.input.clipped

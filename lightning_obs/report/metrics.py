@@ -224,7 +224,7 @@ def _rounded(
 
 def _codes_of(levels: torch.Tensor, grid: NumberGrid) -> torch.Tensor | None:
     """The code of each level, from 0 to 255, in int32; None above 8 bits."""
-    number = grid.number
+    number = grid.number  # the format of a float, whose code is its bit pattern; None: integers
     if number is not None:
         patterns = levels.to(number.codes).view(torch.uint8)
         return patterns.int()

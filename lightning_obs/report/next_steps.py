@@ -60,7 +60,7 @@ def next_steps(report: Report, grade: Grade, losses: Sequence[LayerLoss], folder
 
 
 def _uses(report: Report) -> list[Step]:
-    """Export the model; serve and load its checkpoint, if it was exported."""
+    """Export the model; serve and load its checkpoint, if it was exported; nothing if only a file was exported."""
     assert report.result is not None
     if report.written.checkpoint is None and report.written.files:
         return []
@@ -155,7 +155,7 @@ def _leave_out(run: _Run) -> Iterator[Step]:
 
 
 def _budget(run: _Run) -> Iterator[Step]:
-    """More bits for a plan, if its frontier has a plan of less loss there."""
+    """A larger budget of bits for a plan of mixed schemes, if the frontier's best plan within it loses less."""
     plan = None
     plans = []
     for point in run.report.decisions.frontier:
@@ -268,7 +268,7 @@ def _scheme_with_token_scales(run: _Run) -> str | None:
 
 
 def _plain_observers(options: CalibrationOptions) -> dict[str, Any]:
-    """The observers that were named for a tensor."""
+    """The observers that the user named, by base name (weight, input); none if they are chosen (``"auto"``)."""
     observers = options.observers if isinstance(options.observers, Mapping) else {}
     return {base_name: observer for base_name, observer in observers.items() if observer is not None}
 
@@ -285,7 +285,7 @@ def _weight_observers(options: CalibrationOptions) -> dict[str, Any] | None:
 
 
 class _Name(str):
-    """The name of a variable in Python's words."""
+    """The name of a variable, which :func:`call_text` writes without quotes."""
 
     def __repr__(self) -> str:
         return str(self)

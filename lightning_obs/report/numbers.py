@@ -72,6 +72,7 @@ def human_size(size: float) -> str:
     for unit in ("KiB", "MiB"):
         size /= 1024
         if size < 1024:
+            # three significant digits, counted after rounding
             digits = 2 if size < 9.995 else 1 if size < 99.95 else 0
             return f"{size:.{digits}f} {unit}"
     return f"{size / 1024:.2f} GiB"

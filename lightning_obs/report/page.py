@@ -282,7 +282,11 @@ def _parts(text: str) -> list[str]:
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
-    """A row of the page's data for each layer that anything is known of."""
+    """A row of the page's data for each layer of which anything is known.
+
+    A row is :func:`layer_row` with the layer's facts, its loss, a histogram of its input, and ``at``, its place among
+    the calibrated modules.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for error in report.errors:
         rows[error.name] = layer_row(error)

@@ -79,6 +79,7 @@ class Predictions:
         Entered for the pass in full precision, before :meth:`compared`.
         """
 
+        # _each_call calls it with the logits of each call.
         def keep(logits: torch.Tensor) -> None:
             self._left -= logits.nbytes
             if self._left >= 0:
@@ -98,6 +99,7 @@ class Predictions:
         comparison = Comparison()
         waiting = {batch: iter(calls) for batch, calls in self._calls.items()}
 
+        # _each_call calls it with the logits of each call.
         def compare(logits: torch.Tensor) -> None:
             original = next(waiting.get(self.batch, iter(())), None)
             if original is not None and original.shape == logits.shape:

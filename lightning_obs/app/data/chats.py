@@ -43,6 +43,8 @@ def holds_chat(row: Any, text_field: str) -> bool:
 def messages_of(row: Any, text_field: str) -> list[Any] | None:
     """Return the messages of a row of data; None for a row without a chat.
 
+    :func:`text_of` and :func:`holds_chat` call it.
+
     Args:
         row: an object of a file.
         text_field: the field to look in first, before ``messages``.

@@ -96,7 +96,9 @@ def _files_in(folder: Path, option: str) -> list[Path]:
 
 
 def value_of(place: str, row: Any, field: str) -> str:
-    """Return the text in a field of a row; called for each row that is no chat.
+    """Return the text in a field of a row.
+
+    ``text_of`` (``chats.py``) calls it for each row that is no chat, and ``TextData.check`` for the first row.
 
     Args:
         place: file and line of the row, for errors.

@@ -42,19 +42,20 @@ class TextData(LightningDataModule):
     A batch is ``{"input_ids": (batch_size, tokens)}``. ``from_config.read_data`` makes an instance once the model, and
     with it the tokenizer, is loaded.
 
-    ``val_dataloader`` is to calibrate on, ``train_dataloader`` to train on, ``test_dataloader`` to measure on; no block
-    is in two of them. Runs of 32 tokens that also occur in the held-out text are cut out of the other text; a printed
-    line says how much was cut.
+    The blocks of ``val_dataloader`` are to calibrate on, those of ``train_dataloader`` to train on, and those of
+    ``test_dataloader`` to measure on; no block is in two of them. Runs of 32 tokens that also occur in the held-out
+    text are cut out of the other text; a printed line says how much was cut.
 
     Args:
         tokenizer: a transformers tokenizer.
-        path: see :func:`~lightning_obs.app.data.files.read_rows`; a single document is cut in two halves.
+        path: a file or folder of texts (:func:`~lightning_obs.app.data.files.read_rows`); None: Python's documentation.
+            Without ``eval_path`` a single document is cut in two halves.
         text_field: the field or column that holds the text. A row without it may hold a chat in ``messages``.
         batches: number of batches to calibrate on.
         batch_size: blocks in a batch.
         tokens: tokens in a block.
         eval_batches: number of batches to measure on.
-        eval_path: the text to measure on; None: every second document of ``path``.
+        eval_path: the file or folder of the text to measure on; None: every second document of ``path``.
         train_batches: number of batches to train on.
         num_workers: processes that load batches.
 
@@ -136,8 +137,8 @@ class TextData(LightningDataModule):
 
         Args:
             documents: texts, or chats.
-            batches: how many batches are needed.
-            role: what the blocks are for (``"held-out"``, ``"calibration"``), for errors.
+            batches: the number of batches that are needed.
+            role: the use of the blocks (``"held-out"``, ``"calibration"``), for errors.
             option: the key of ``data`` that sets ``batches``, for errors.
             held_out: runs of tokens to leave out; no runs for the held-out blocks themselves.
 
@@ -163,7 +164,10 @@ class TextData(LightningDataModule):
         return blocks
 
     def _blocks_of_chats(self, chats: Sequence[Any], count: int, held_out: HeldOutRuns) -> tuple[list[Block], str]:
-        """Up to ``count`` blocks of the chats that share no held-out run, and a sentence about the chats left out."""
+        """Up to ``count`` blocks of the chats that share no held-out run, and words about the chats left out.
+
+        The words are empty if no chat was left out; :meth:`_blocks` prints them.
+        """
         enough_tokens = (count + 1) * self.tokens
         usable, repeated = chats_apart_from(held_out, chats, self.tokenizer, enough_tokens)
         ids = torch.tensor(chat_token_ids(usable, self.tokenizer), dtype=torch.long)
@@ -174,7 +178,10 @@ class TextData(LightningDataModule):
         return blocks, f"{repeated:,} of {total:,} chats, which a held-out chat repeats, {RUN} tokens or more in a row"
 
     def _blocks_of_text(self, documents: Sequence[str], count: int, held_out: HeldOutRuns) -> tuple[list[Block], str]:
-        """Up to ``count`` blocks of the text without held-out runs, and a sentence about the tokens left out."""
+        """Up to ``count`` blocks of the text without held-out runs, and words about the tokens left out.
+
+        The words are empty if no token was left out; :meth:`_blocks` prints them.
+        """
         ids, positions = self._tokens_of_text(documents, count * self.tokens, held_out)
         blocks = self._cut(ids[positions], count)
         tokens_read = int(positions[-1]) + 1 if len(blocks) == count else len(ids)

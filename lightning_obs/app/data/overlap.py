@@ -39,7 +39,10 @@ class HeldOutRuns:
         self._hashes = torch.cat(hashes).unique()
 
     def shares(self, sequence: Sequence[int] | torch.Tensor) -> bool:
-        """Whether a sequence of token ids contains one of the runs; asked for each chat to calibrate or train on."""
+        """Whether a sequence of token ids contains one of the runs.
+
+        ``chats_apart_from`` (``chats.py``) asks it for each chat to calibrate or train on.
+        """
         hashes = run_hashes(torch.as_tensor(sequence, dtype=torch.long))
         return bool(torch.isin(hashes, self._hashes).any())
 
@@ -72,6 +75,8 @@ class HeldOutRuns:
 
 def run_hashes(tokens: torch.Tensor) -> torch.Tensor:
     """Hash each run of :data:`RUN` tokens: ids ``(M,)`` to int64 ``(M - RUN + 1,)``, or ``(0,)`` for fewer tokens.
+
+    :class:`HeldOutRuns` hashes the held-out text and the text to compare by it.
 
     hash(run) = factor * hash(first half) + hash(second half), modulo 2**64, where the factor is squared each time that
     the length doubles, from one token on.

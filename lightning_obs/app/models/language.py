@@ -29,6 +29,8 @@ from lightning_obs.moe.experts import linearize_experts as give_experts_linears
 class CausalLM(LightningModule):
     """A causal language model: trained on the cross entropy of the next token, judged by the perplexity.
 
+    ``make_module`` (``from_config.py``) makes it of the config group ``model`` before the data are read.
+
     The perplexity counts every token but the first of each block. Batches are ``{"input_ids": (batch, tokens)}``, with
     further arguments of the model's forward.
 
@@ -94,24 +96,27 @@ class CausalLM(LightningModule):
 
     @override
     def forward(self, **batch: torch.Tensor) -> Any:
-        """Return the model's output for a batch; every step below calls it."""
+        """Return the output of the model inside for a batch, given by its keys; every step below calls this."""
         return self.model(**self.model_inputs(batch))
 
     @override
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Run the model on a batch to calibrate on; nothing is logged."""
+        """Run the model on a batch to calibrate on; nothing is logged. Lightning's validation loop calls it."""
         self(**batch)  # calibration observes this call
 
     @override
     def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
-        """Log the perplexity of a held-out batch; ``app/quality.py`` measures the quality by it."""
+        """Log the perplexity of a held-out batch; ``trainer.test`` calls it when ``app/quality.py`` measures."""
         logits = self(**batch).logits
         self.perplexity.update(logits[:, :-1].float(), batch["input_ids"][:, 1:])
         self.log("perplexity", self.perplexity)
 
     @override
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the loss of a training batch: the cross entropy of the next token, as transformers computes it."""
+        """Return the loss of a training batch: the cross entropy of the next token, as transformers computes it.
+
+        Lightning's fit calls it, for ``task=finetune`` and ``task=lora``.
+        """
         return self(**{"labels": batch["input_ids"], **batch}).loss
 
     @override
@@ -126,7 +131,10 @@ class CausalLM(LightningModule):
         warm_up = max(1, steps // 10)
 
         def factor(step: int) -> float:
-            """The share of the learning rate at a step: up to 1 in the warm-up, then down along a cosine."""
+            """The share of the learning rate at a step: up to 1 in the warm-up, then down to 0 along a cosine.
+
+            torch's scheduler calls it for each step.
+            """
             if step < warm_up:
                 return (step + 1) / warm_up
             progress = (step - warm_up) / max(1, steps - warm_up)

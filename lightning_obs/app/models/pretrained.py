@@ -55,18 +55,18 @@ def load_pretrained(
 ) -> tuple[Any, Any]:
     """Load a model of transformers and its tokenizer.
 
-    ``CausalLM`` calls it in its constructor; modules of a user's own may call it, too.
+    ``CausalLM`` calls it in its constructor, and so do the examples; a user's own modules may call it.
 
     Args:
         source: a folder or a hub name; None: the default model.
         auto_class: ``AutoModelForCausalLM``...; None: the class that wrote the checkpoint, with its head if it has one.
-            ``AutoModelForCausalLM`` does not know models with images: they also take the class that wrote them.
+            A model with images that ``AutoModelForCausalLM`` does not know is also loaded by the class that wrote it.
         dtype: auto (as it was saved), float32, bfloat16 or float16.
         attn_implementation: as in transformers (``sdpa``, ``eager``...); None lets transformers choose.
         trust_remote_code: run the code that comes with a model; without it, such a model is an error.
         device_map: as in transformers; ``"disk"`` puts every weight there. Weights that do not fit into memory are
             offloaded, and loaded one module at a time.
-        offload_folder: for offloaded weights without a safetensors file.
+        offload_folder: the folder for offloaded weights that have no safetensors file.
 
     Returns:
         The model in evaluation mode, and the tokenizer.
@@ -125,7 +125,7 @@ def _refuse_absent_folder(name: str) -> None:
 
 
 def _device_map(device_map: str | Mapping[str, Any]) -> str | dict[str, Any]:
-    """A device map as transformers takes it: a word, or a dict made of Hydra's own kind of mapping."""
+    """A device map as transformers takes it: a word, or a dict in place of Hydra's own kind of mapping."""
     if device_map == "disk":
         return {"": "disk"}
     return dict(device_map) if isinstance(device_map, Mapping) else device_map
@@ -215,7 +215,7 @@ def _refuse_other_weights(model: Any, loading: Mapping[str, Any], name: str) -> 
 def default_model_folder() -> Path:
     """Return the folder of the default model in transformers' format, which is made on first use.
 
-    Called where ``model.path`` is not set.
+    :func:`load_pretrained` and ``task=weights`` call it where ``model.path`` is not set.
     """
     folder = cache_folder() / DEFAULT_MODEL
     if not (folder / "config.json").is_file():
@@ -224,7 +224,7 @@ def default_model_folder() -> Path:
 
 
 def cache_folder() -> Path:
-    """Return the folder that holds the default model.
+    """Return the folder that holds the default model; :func:`default_model_folder` calls it.
 
     It is ``$LIGHTNING_OBS_CACHE``, or ``lightning_obs`` in ``$XDG_CACHE_HOME`` (``~/.cache``).
     """

@@ -73,10 +73,10 @@ class Calibrate(Task):
 
     @override
     def check(self) -> None:
-        """Load model and data, print which module is calibrated, and refuse what would fail later.
+        """Load model and data, print which module is calibrated, and refuse configs that would fail later.
 
-        That is a scheme that does not fit the model, devices or a precision that do not work, data that are too few,
-        and a file that cannot be written.
+        ``main.run`` calls it before :meth:`run`. It refuses a scheme that does not fit the model, devices or a
+        precision that do not work, data that are too few, and a file that cannot be written.
         """
         job = self.job
         if self.config.against is not None:
@@ -100,7 +100,10 @@ class Calibrate(Task):
 
     @override
     def run(self) -> None:
-        """Run the steps in their order: measure, choose, calibrate, train, measure again, export, report."""
+        """Run the steps in their order: measure, choose, calibrate, train, measure again, export, report.
+
+        ``main.run`` calls it on every rank, after :meth:`check`.
+        """
         job = self.job
         session = job.callback.session
         needs_data = session is None or session.needs_data
@@ -123,7 +126,10 @@ class Calibrate(Task):
 
     @override
     def row(self) -> dict[str, Any]:
-        """The numbers of the report, under the label of the result."""
+        """The numbers of the report, under the label of the result.
+
+        ``main.run`` calls it for the row that a ``--multirun`` compares, and :meth:`report` for ``report.json``.
+        """
         return {**self.report_row, "run": self.label()}
 
     # ------------------------------------------------------------------ what a task may override
@@ -172,7 +178,10 @@ class Calibrate(Task):
         return passes
 
     def label(self) -> str:
-        """Return the name of the result, for its page, for a comparison, and for messages."""
+        """Return the name of the result: its scheme and the step that the task has added.
+
+        :meth:`report` calls it for the title of the page, and :meth:`row` for a comparison.
+        """
         return self.job.callback.label
 
     def report_facts(self) -> dict[str, Any]:
@@ -191,6 +200,8 @@ class Calibrate(Task):
 
     def calibrate(self) -> CalibrationResult:
         """Calibrate in Lightning's validation loop; no batch is run if neither scheme nor observers need data.
+
+        :meth:`run` calls it after :meth:`choose`.
 
         Returns:
             The result of the job's callback.
@@ -217,6 +228,7 @@ class Calibrate(Task):
     def measure_layers(self) -> None:
         """Measure each layer's error on ``report.layer_error_batches`` held-out batches, and count the input values.
 
+        :meth:`run` calls it on every rank after the training; with 0 batches nothing is measured.
         An input that an observer counted keeps the counts of the calibration.
         """
         batches = self.config.report.layer_error_batches

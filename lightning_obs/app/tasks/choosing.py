@@ -42,8 +42,8 @@ class Observers(Calibrate):
     The candidates observe every second calibration batch; the other batches score them.
 
     Attributes:
-        scheme_label: the name of the scheme that was asked for.
-        scores: the scores of the candidates, for the report.
+        scheme_label: the name of the scheme that the user asked for; :meth:`choose` sets it.
+        scores: the scores of the candidates, for the report; :meth:`choose` sets them.
     """
 
     may_train = False
@@ -89,17 +89,17 @@ class Observers(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Add the passes that observe and score to those of ``Calibrate``."""
+        """Add the passes that observe and score to those of ``Calibrate``; ``Calibrate.run`` prints the duration."""
         return super().passes(needs_data) + 2 * self.job.batches("batches")
 
     @override
     def label(self) -> str:
-        """The name of the scheme, and that observers were chosen."""
+        """The name of the scheme, and that observers were chosen; the report and the row have this name."""
         return f"{self.scheme_label} with observers chosen by measurement"
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Add the scores of the candidates to the facts of ``Calibrate``."""
+        """Add the scores of the candidates to the facts of ``Calibrate``; ``Calibrate.report`` calls it at the end."""
         return {**super().report_facts(), "scores": self.scores}
 
     def _candidates(self) -> dict[str, Any] | None:
@@ -115,7 +115,7 @@ class Plan(Calibrate):
 
     Attributes:
         sensitivity: the loss of each group of modules with each candidate.
-        plan: the chosen plan.
+        plan: the plan that :meth:`choose` has chosen.
         points: sizes and estimated losses for the report's picture: of the frontier, of plans with one scheme for all
             layers, and of the choice.
     """
@@ -130,7 +130,10 @@ class Plan(Calibrate):
 
     @override
     def check(self) -> None:
-        """Also refuse, before loading, a missing solver, a wrong budget and unknown names in ``task.at_most``."""
+        """Also refuse, before loading, a missing solver, a wrong budget and unknown names in ``task.at_most``.
+
+        ``main.run`` calls it first.
+        """
         require_solver()
         if self.config.budget is not None:
             budget_in_bytes(self.config.budget, weights=1)  # raises for a budget that cannot be read
@@ -179,19 +182,24 @@ class Plan(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Add calibrating the candidates, and a forward and a backward pass for each batch that is measured."""
+        """Add calibrating the candidates, and a forward and a backward pass for each batch that is measured.
+
+        ``Calibrate.run`` prints a duration by it before it starts.
+        """
         measuring = int(self.config.task.batches) * PASSES_OF_A_STEP
         return super().passes(needs_data) + self.job.batches("batches") + measuring
 
     @override
     def label(self) -> str:
-        """The bits per weight of the plan, and how many layers have each scheme."""
+        """The bits per weight of the plan, and how many layers have each scheme: the name in the report and the row."""
         counts = ", ".join(f"{count} {name}" for name, count in self.plan.counts.items())
         return f"plan of {self.plan.bits:.3f} bits per weight, {counts}"
 
     @override
     def report_facts(self) -> dict[str, Any]:
         """Add the plan, each layer's loss and the frontier to the facts of ``Calibrate``.
+
+        ``Calibrate.report`` calls it at the end of the run.
 
         If the losses are divergences, the frontier has the chosen point twice: with the estimated divergence, and with
         the measured divergence.
@@ -269,11 +277,11 @@ class Plan(Calibrate):
         return plain(self.config.task.candidates) or {}
 
     def _at_most(self) -> dict[str, float]:
-        """The largest share of the weights that may have a candidate, by its name."""
+        """The largest share of the weights that may be quantized by a candidate, by the candidate's name."""
         return plain(self.config.task.at_most)
 
     def _candidate_options(self) -> dict[str, Any]:
-        """The options that all candidates share."""
+        """The options that all candidates share, for :meth:`check_task` and :meth:`_measure`."""
         options = self.job.callback.options
         return {
             "targets": options.targets,

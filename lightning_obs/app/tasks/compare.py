@@ -37,20 +37,23 @@ class Evaluate(Task):
 
     Attributes:
         module: the LightningModule around the model.
-        data: to measure on.
+        data: the data to measure on.
         report_row: the quality and the size, for a comparison.
     """
 
     @override
     def check(self) -> None:
-        """Check that the data can be read, load the model, read the data."""
+        """Check that the data can be read, load the model, read the data; ``main.run`` calls it first."""
         check_data(self.config)
         self.module = load_module(self.config)
         self.data = make_data(self.config, facts_for_data(self.module))
 
     @override
     def run(self) -> None:
-        """Measure on the held-out data; on rank 0, print the result and write a report of this one model."""
+        """Measure on the held-out data; on rank 0, print the result and write a report of this one model.
+
+        ``main.run`` calls it after :meth:`check`.
+        """
         path = self.config.model.get("path")
         say(f"· measuring {path or 'the default model'}")
         trainer = make_trainer(self.config)
@@ -73,33 +76,40 @@ class Evaluate(Task):
 
     @override
     def row(self) -> dict[str, Any]:
-        """The model's quality and size."""
+        """The model's quality and size; ``main.run`` calls it last, for the table of a ``--multirun``."""
         return self.report_row
 
 
 class Compare(Task):
-    """``task=compare``: print a table of the finished runs in ``runs``, and write a page with quality against size."""
+    """``task=compare``: print a table of the finished runs in ``runs``, and write a page with quality against size.
+
+    Attributes:
+        rows: the row of each run, which :meth:`check` reads from its report.
+    """
 
     @override
     def check(self) -> None:
-        """Read the reports of the runs, and refuse a config without ``runs``."""
+        """Read the reports of the runs, and refuse a config without ``runs``; ``main.run`` calls it first."""
         if not self.config.runs:
             raise CalibrationError("runs", got="none", remedy="task=compare runs=[<folder of a run>,<another>].")
         self.rows = [_row_of_report(Path(str(path))) for path in as_names(self.config.runs)]
 
     @override
     def run(self) -> None:
-        """Print the table and write the page."""
+        """Print the table and write the page; ``main.run`` calls it after :meth:`check`."""
         _write_comparison(self.config.output_dir, self.rows, run_provenance(self.config, has_data=False))
 
     @override
     def row(self) -> dict[str, Any]:
-        """The rows of all runs, under ``runs``."""
+        """The rows of all runs, under ``runs``; ``main.run`` calls it last."""
         return {"run": "comparison", "runs": self.rows}
 
 
 class ComparisonTable(Callback):
-    """Callback of Hydra (``configs/config.yaml``) that compares the runs of a ``--multirun``, failed ones included."""
+    """Compares the runs of a ``--multirun``, failed ones included.
+
+    It is a callback of Hydra, which makes it once for a command (``configs/config.yaml`` names it).
+    """
 
     def __init__(self) -> None:
         #: of each run, its overrides, the row or the error that it ended with, and the folder of its report

@@ -48,7 +48,10 @@ class Finetune(Calibrate):
 
     @override
     def make_callback(self, options: CalibrationOptions) -> QuantizationAwareTraining:
-        """A callback that calibrates with these options and trains with those of ``task.callback``."""
+        """A callback that calibrates with these options and trains with those of ``task.callback``.
+
+        ``Calibrate.check`` calls it before the model is loaded.
+        """
         config = self.config
         training_options = plain(config.task.callback)
         return QuantizationAwareTraining(
@@ -110,7 +113,10 @@ class Finetune(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Add the training steps, the validation after them, and two more measurements of the quality."""
+        """Add the training steps, the validation after them, and two more measurements of the quality.
+
+        ``Calibrate.run`` calls it for the printed duration. Distillation runs the original model once more for a step.
+        """
         steps = int(self.config.trainer.get("max_steps", -1))
         if steps < 0:
             steps = self.job.batches("train_batches")
@@ -122,7 +128,10 @@ class Finetune(Calibrate):
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Add the quality before training and the curve of the quality to the facts of ``Calibrate``."""
+        """Add the quality before training and the curve of the quality to the facts of ``Calibrate``.
+
+        ``Calibrate.report`` calls it at the end of the run.
+        """
         facts = super().report_facts()
         facts["curves"] = self.job.callback.results.curves or self._measured_curves()
         facts["calibrated"] = {}
@@ -145,12 +154,15 @@ class Finetune(Calibrate):
 
     @override
     def label(self) -> str:
-        """The label of the calibration, and that the model was fine-tuned."""
+        """The label of the calibration, and that the model was fine-tuned; the report and the row have this name."""
         return f"{super().label()}, fine-tuned"
 
     @override
     def row(self) -> dict[str, Any]:
-        """Add the qualities before training and of the loaded checkpoint, and the duration of the training."""
+        """Add the qualities before training and of the loaded checkpoint, the time of training, the recovered share.
+
+        ``main.run`` calls it last, and ``Calibrate.report`` for ``report.json``.
+        """
         row = super().row()
         row["seconds_trained"] = self.seconds_trained
         row["recovered"] = recovered_share(self.original, self.calibrated, self.quantized)
@@ -164,7 +176,10 @@ class Finetune(Calibrate):
 
     @override
     def closing_lines(self) -> list[str]:
-        """The quality at each stage, how long training took, and the share of the loss that it recovered."""
+        """The quality at each stage, how long training took, and the share of the loss that it recovered.
+
+        ``Calibrate.report`` calls it for the closing report.
+        """
         lines = []
         if self.calibrated is not None:
             lines.extend(self._quality_lines(self.calibrated.name))

@@ -44,8 +44,10 @@ class Lora(Task):
         folder: the folder to write the adapters to.
         module: the LightningModule around the model.
         trainer: the Trainer of the fit.
+        data: the data to train on and to measure on.
         qualities: the quality by stage (without training, with adapters...); empty with ``evaluate=false``.
         seconds_trained: wall time of the fit.
+        report_row: the numbers of the run, for its report and for a comparison.
     """
 
     module: LightningModule
@@ -62,7 +64,10 @@ class Lora(Task):
 
     @override
     def check(self) -> None:
-        """Refuse a folder that exists, a precision that does not train, a module without adapters; load everything."""
+        """Refuse a folder that exists, a precision that does not train, a module without adapters; load model and data.
+
+        ``main.run`` calls it first.
+        """
         config = self.config
         require_free(self.folder, config.export.overwrite)
         self.trainer = make_trainer(config)
@@ -79,7 +84,10 @@ class Lora(Task):
 
     @override
     def run(self) -> None:
-        """Measure the model, train the adapters, measure, write the adapters, load them again and measure, report."""
+        """Measure the model, train the adapters, measure, write the adapters, load them again and measure, report.
+
+        ``main.run`` calls it on every rank, after :meth:`check`; rank 0 writes.
+        """
         module = self.module
         self._measure(module, "without training")
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -102,11 +110,14 @@ class Lora(Task):
 
     @override
     def row(self) -> dict[str, Any]:
-        """The quality before and after training, the adapters' size, and the duration of the fit."""
+        """The quality before and after training, the adapters' size, and the duration of the fit.
+
+        ``main.run`` calls it last, for the table of a ``--multirun``.
+        """
         return self.report_row
 
     def _measure(self, module: LightningModule, stage: str) -> None:
-        """Measure the quality on held-out data, unless ``evaluate`` is off."""
+        """Measure the quality of ``module`` on held-out data and keep it by ``stage``, unless ``evaluate`` is off."""
         if not self.config.evaluate:
             return
         say(f"· measuring {stage}")

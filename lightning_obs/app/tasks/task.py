@@ -25,11 +25,14 @@ class Task(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Load what the task needs, and refuse configs that are known to fail, before the model runs."""
+        """Load what the task needs, and refuse configs that are known to fail, before the model runs.
+
+        ``main.run`` calls it first, on every rank.
+        """
 
     @abstractmethod
     def run(self) -> None:
-        """Do the work, print the result, write the report."""
+        """Do the work, print the result, write the report; ``main.run`` calls it on every rank, after :meth:`check`."""
 
     @abstractmethod
     def row(self) -> dict[str, Any]:

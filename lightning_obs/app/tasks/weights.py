@@ -36,7 +36,7 @@ class Weights(Task):
     It calls :func:`~lightning_obs.quantize_checkpoint`, which writes the checkpoint to ``export.folder``.
 
     Attributes:
-        option: the option of the command line that chose the task, for errors.
+        option: the option of the command line by which a user chooses the task, for errors.
         options: the options of calibration, from the config.
         result: the result of the calibration; set by :meth:`run`.
     """
@@ -46,7 +46,10 @@ class Weights(Task):
 
     @override
     def check(self) -> None:
-        """Refuse wrong options, a folder that exists, a path that is no checkpoint, an ``ignore`` without a match."""
+        """Refuse wrong options, a folder that exists, a path that is no checkpoint, an ``ignore`` without a match.
+
+        ``main.run`` calls it first.
+        """
         self.options = make_options(self.config)
         export = self.config.export
         if not export.folder:
@@ -63,7 +66,10 @@ class Weights(Task):
 
     @override
     def run(self) -> None:
-        """Write the checkpoint, and print its size and the engines that load it."""
+        """Write the checkpoint, and print its size and the engines that load it.
+
+        ``main.run`` calls it after :meth:`check`.
+        """
         folder = Path(self.config.export.folder)
         with bytes_done(f"quantizing {self.source.name} to {self.options.label}") as progress:
             self.result = self.quantize(progress)
@@ -82,7 +88,7 @@ class Weights(Task):
 
     @property
     def source(self) -> Path:
-        """The folder of the checkpoint to quantize: ``model.path``, or the default model's."""
+        """The folder of the checkpoint to quantize, for all other methods: ``model.path``, or the default model's."""
         path = self.config.model.get("path")
         return default_model_folder() if path is None else Path(path)
 
@@ -113,7 +119,10 @@ class Weights(Task):
 
     @override
     def row(self) -> dict[str, Any]:
-        """The checkpoint's size, and the duration of the calibration."""
+        """The checkpoint's size, and the duration of the calibration.
+
+        ``main.run`` calls it last, for the table of a ``--multirun``.
+        """
         size = folder_size(Path(self.config.export.folder))
         return {"run": self.result.scheme, "size": size, "seconds": self.result.seconds}
 
@@ -124,14 +133,17 @@ class Layerwise(Weights):
     It calls :func:`~lightning_obs.calibrate_layerwise`, which writes the checkpoint to ``export.folder``.
 
     Attributes:
-        data: to calibrate on.
+        data: the data to calibrate on.
     """
 
     option: ClassVar[str] = "model.layerwise"
 
     @override
     def check(self) -> None:
-        """Refuse ``trainer.precision``, what :class:`Weights` refuses, and a missing tokenizer; read the data."""
+        """Refuse ``trainer.precision``, what :class:`Weights` refuses, and a missing tokenizer; read the data.
+
+        ``main.run`` calls it first.
+        """
         refuse(
             ["trainer.precision"] if self.config.trainer.precision is not None else [],
             "layer by layer a model runs in the dtype in which it was saved",
