@@ -223,8 +223,9 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
 def _trainer_class(config: DictConfig) -> type[Trainer]:
     """The Trainer of the package of Lightning that the class of ``model`` is of, or the class that a user has set.
 
-    :func:`make_trainer` calls this before a task loads the model, so that wrong devices and strategies are refused
-    early. So the class of the module is asked, not the module.
+    :func:`make_trainer` calls this. Tasks that calibrate or train make a Trainer before they load the model, to refuse
+    wrong devices early; so the class of the module is asked, not the module. :func:`load_module` calls this to compare
+    packages.
     """
     set_class: type[Trainer] = get_class(config.trainer._target_)
     if set_class is not Trainer:

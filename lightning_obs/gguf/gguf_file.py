@@ -367,7 +367,7 @@ def _refuse_other_shape(tensor: str, modules: Sequence[nn.Module], base: BaseFil
 def _write(file: Path, base: BaseFile, replacements: Mapping[str, _Replacement]) -> None:
     """Write the file: the base with other data for the tensors in ``replacements``, packed when they are written.
 
-    The metadata name the format that most of the replaced weights have as the format of the file.
+    The metadata give the format of most of the replaced weights as the format of the file.
     """
     gguf: Any = import_package("gguf", "export_gguf")
 

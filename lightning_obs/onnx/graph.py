@@ -172,7 +172,9 @@ def _rectify_before_quantizing(graph: Any, relu: Any) -> None:
 def _multiply_integers(graph: Any, product: Any) -> None:
     """Write a product of an input whose range is found at run time as a product of integers.
 
-    Left as a product of dequantized tensors, onnxruntime would quantize the input in another way (``MatMulNBits``).
+    ``MatMulInteger`` multiplies codes less zero points. Its result is multiplied by the scales of input and weight, and
+    the bias is added. If the product stayed one of dequantized tensors, onnxruntime would quantize the input in another
+    way (``MatMulNBits``).
 
     Args:
         graph: changed in place.
@@ -292,7 +294,8 @@ def _constant(graph: Any, name: str, array: Any, dtype: Any) -> Any:
 def _name_after_modules(graph: Any) -> None:
     """Name each node after the module that it is a part of: ``blocks.0.conv1/Conv``; further ones ``.../Conv_1``.
 
-    People see these names in viewers, and :mod:`.measured_file` names the products that stay in float by them.
+    A node whose note names no module keeps its name. People see these names in viewers, and :mod:`.measured_file` names
+    the products that stay in float by them.
     """
     numbers: Counter[str] = Counter()
     for node in graph:

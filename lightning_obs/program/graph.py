@@ -75,8 +75,8 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     """Fold a batch norm into the quantized convolution or Linear before it. A batch norm behind anything else stays.
 
     A product ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
-    product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. It stays unfolded
-    where :meth:`_QuantizedWeight.times` gives None.
+    product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. The batch
+    norm stays where :meth:`_QuantizedWeight.times` gives None.
     """
     product = batch_norm.args[0]
     if not isinstance(product, fx.Node) or not _is_product(product) or len(product.users) != 1:

@@ -134,7 +134,7 @@ def _write_mean(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
 
 
 def _mean_over_one(nodes: _Nodes, value: fx.Node, position: int) -> fx.Node:
-    """The mean over one dimension, which becomes 1."""
+    """The mean over one dimension, which becomes 1; it is swapped with the last one before the mean and after."""
     last = len(_shape(value)) - 1
     size = _shape(value)[position]
     if position == last:

@@ -74,7 +74,7 @@ def _layer_loss(report: Report, error: LayerError) -> LayerLoss:
         further_noise = noise - weight_noise
         input_noise = max(0.0, further_noise)
     loss = report.decisions.losses.get(error.name, noise)
-    if not math.isfinite(loss):
+    if not math.isfinite(loss):  # an estimate that is no number counts as no loss
         loss = 0.0
     both = weight_noise + input_noise or 1.0
     return LayerLoss(error.name, loss, weight_noise / both, input_noise / both)

@@ -148,7 +148,8 @@ class Written:
 class Report:
     """The facts of a run. Facts that are left out are not shown.
 
-    :meth:`of` makes it at the end of a run; comparisons make it themselves. ``write_report`` and ``summary`` show it.
+    :meth:`of` makes it at the end of a run that calibrates. Tasks that compare, evaluate or train adapters make one
+    without it. ``write_report`` and ``summary`` show it.
 
     Attributes:
         title: the title of the page.
@@ -164,8 +165,8 @@ class Report:
         runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes
             them.
         lines: further lines of the summary.
-        provenance: the origin of the report, by label (command, data, seed...), beside the entries that it has without
-            them (:func:`~lightning_obs.report.provenance.provenance`).
+        provenance: further facts on the origin of the report, by label (command, data, seed...), beside those of
+            :func:`~lightning_obs.report.provenance.provenance`.
         against: the ``report.json`` of an earlier run, or its folder, with which the page compares this run.
         can_run: a function that says whether a next step can run on this model after this run; without it, none is
             proposed.
@@ -449,7 +450,10 @@ def _kind(module: nn.Module, key: str, is_target: bool) -> str:
 
 
 def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tuple[int, list[float]]:
-    """The number of output channels with scales of their own, and the largest weight that each can represent."""
+    """The number of output channels with scales of their own, and the largest weight that each can represent.
+
+    Of more than 48 channels, runs of neighbours give one weight each. 0 and no weights if the channels share a scale.
+    """
     if args is None or scale is None or scale.ndim < 2 or len(scale) < 2:
         return 0, []
     _, largest_code = calculate_range(args, scale.device)

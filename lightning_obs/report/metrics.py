@@ -71,8 +71,8 @@ def grid_error(
 
     Args:
         value: a weight's matrix, or an input with its channels last; with one scale, of any shape.
-        scale: the scales, one number for each group, row or tensor as ``args.strategy`` says; a global scale is
-            divided out of them.
+        scale: the scales, one number for each group, row, block or tensor as ``args.strategy`` says; a global scale
+            is divided out of them.
         zero_point: the zero points, in the shape of ``scale``; None if symmetric.
         args: number format and strategy.
         base_name: weight, input or output.
@@ -366,7 +366,7 @@ class LayerSums:
             self._add_up()
 
     def _add_up(self) -> None:
-        """Add the pending errors to the sums."""
+        """Bring the pending errors to the host in one transfer, and add them to the sums, extremes and counts."""
         tensors: list[torch.Tensor] = []
         for _, error in self._pending:
             tensors += error
@@ -494,8 +494,8 @@ class ScaleDrift:
     def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
         """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again.
 
-        A scale that is new at this step has not drifted before it. ``Results.log_calibration`` calls this at the end
-        of each calibration of a callback.
+        A scale that first appears at a later step gets a drift of 0 for the steps before. ``Results.log_calibration``
+        calls this at the end of each calibration of a callback.
         """
         self.steps.append(step)
         for name, scale in qparams.items():

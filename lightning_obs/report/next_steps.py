@@ -175,7 +175,7 @@ def _budget(run: _Run) -> Iterator[Step]:
 
 
 def _token_scales(run: _Run) -> Iterator[Step]:
-    """A scale for each token, in place of one that a few outliers stretch."""
+    """A scale for each token in place of one for all inputs, if the run's only scheme has a preset that does so."""
     scheme = _scheme_with_token_scales(run)
     if scheme is None or run.report.options is None:
         return
@@ -188,7 +188,7 @@ def _token_scales(run: _Run) -> Iterator[Step]:
 
 
 def _observers(run: _Run) -> Iterator[Step]:
-    """Observers chosen by measurement, for inputs with one scale."""
+    """Observers chosen by measurement, for inputs with one scale, unless the run has chosen observers or schemes."""
     decisions = run.report.decisions
     if _scheme_with_token_scales(run) is None or decisions.scores or decisions.choices:
         return
@@ -253,7 +253,7 @@ def _untrained(run: _Run) -> Iterator[Step]:
 
 
 def _fine_tune(run: _Run) -> Iterator[Step]:
-    """Train through the quantization."""
+    """Train through the quantization, unless the run has trained."""
     if not run.report.quality.was_trained:
         python = call_text("QuantizationAwareTraining", run.report.options, {})
         yield Step("fine_tune", "Fine-tune it", "trains the weights through the quantization; it takes longest", python)

@@ -238,7 +238,7 @@ def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
 
 
 def _page(report: Report, data: Mapping[str, Any]) -> str:
-    """The text of ``report.html``."""
+    """The text of ``report.html``: the template with the data as HTML, and once more as JSON for the page's script."""
     loader = FileSystemLoader(_TEMPLATES)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters["parts"] = _parts

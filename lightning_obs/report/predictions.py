@@ -135,7 +135,11 @@ class Comparison:
 
 @contextmanager
 def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Show ``see`` the logits ``(positions, classes)`` of each call that has some whose classes are known."""
+    """Call ``see`` with the logits ``(positions, classes)`` of each call of ``model`` inside the ``with`` block.
+
+    Positions that the call's ``attention_mask`` leaves out are not in them. A call is passed over if its output has no
+    logits, or if it is not known which dimension of them the classes are.
+    """
     last_layer = LastLayer()
 
     def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

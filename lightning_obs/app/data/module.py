@@ -59,6 +59,11 @@ class TextData(LightningDataModule):
         train_batches: number of batches to train on.
         num_workers: processes that load batches.
 
+    Attributes:
+        held_out: the blocks to measure on, which are cut first.
+        calibration: the blocks to calibrate on.
+        training: the blocks to train on, which follow those to calibrate on.
+
     Raises:
         CalibrationError: sizes that are not positive; unreadable files; too little text.
     """

@@ -47,6 +47,11 @@ class CausalLM(LightningModule):
         lora: arguments of peft's ``LoraConfig`` for new adapters, which are then all that is trained; None: none.
         adapters: a folder of adapters that peft has saved, which are loaded; None: none.
 
+    Attributes:
+        model: the model of transformers, inside peft's wrapper if it has adapters.
+        tokenizer: the tokenizer of the model, by which the data are read.
+        perplexity: the metric that :meth:`test_step` logs.
+
     Raises:
         CalibrationError: a learning rate that is not a positive number; a model that cannot be loaded
             (:func:`~lightning_obs.app.models.pretrained.load_pretrained`) or whose weights cannot stay packed; adapters

@@ -108,7 +108,7 @@ class Compare(Task):
 class ComparisonTable(Callback):
     """Compares the runs of a ``--multirun``, failed ones included.
 
-    It is a callback of Hydra, which makes it once for a command (``configs/config.yaml`` names it).
+    It is a callback of Hydra, which makes it because ``configs/config.yaml`` names it.
     """
 
     def __init__(self) -> None:
@@ -119,7 +119,8 @@ class ComparisonTable(Callback):
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Keep the row that :func:`lightning_obs.app.main.run` returned, or the error that it raised.
 
-        Hydra calls it after each run of a ``--multirun``, and after a single run.
+        Hydra calls it after each run of a ``--multirun``, and after a single run. In a ``--multirun`` a failed run
+        also counts as completed, since ``__main__`` returns its error as its value.
         """
         if job_return.status is JobStatus.COMPLETED:
             overrides = [str(override) for override in job_return.overrides or ()]

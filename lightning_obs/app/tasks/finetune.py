@@ -115,7 +115,7 @@ class Finetune(Calibrate):
     def passes(self, needs_data: bool) -> int:
         """Add the training steps, the validation after them, and two more measurements of the quality.
 
-        ``Calibrate.run`` calls it for the printed duration. Distillation runs the original model once more for a step.
+        ``Calibrate.run`` calls it for the printed duration. With ``distill`` each step also forwards the teacher.
         """
         steps = int(self.config.trainer.get("max_steps", -1))
         if steps < 0:
