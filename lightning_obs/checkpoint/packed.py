@@ -28,7 +28,6 @@ _HOW_TO_LOAD = "model = keep_packed(AutoModelForCausalLM.from_pretrained(folder)
 _DEQUANTIZED = "load it with quantization_config=CompressedTensorsConfig(dequantize=True), which keeps nothing packed."
 #: parameters of a module that are no part of its quantized weight, and stay parameters
 _OWN_TENSORS = ("bias",)
-_STORED_WEIGHTS = ("weight", "weight_packed")
 
 
 def keep_packed(model: _Model) -> _Model:
