@@ -158,6 +158,8 @@ class ExpertWatch:
     ) -> Sequence[Observer]:
         """Keep an activation until all experts of its layer have run, for the observers that can wait.
 
+        Those can that measure several tensors at once (:func:`.takes_segments`).
+
         A hook of :mod:`.hooks` calls this for each activation of a module that :meth:`may_wait`. Activations wait only
         on an accelerator, where a kernel launch for each expert costs more than its few tokens
         (:func:`.observe_segments`).

@@ -213,7 +213,7 @@ def rows_that_count(tensor: ProbedTensor, mask: torch.Tensor | None, most: int) 
 
 
 def _numbered(tensors: Sequence[tuple[Path, torch.Tensor]], first: int = 0) -> list[ProbedTensor]:
-    """Make a :class:`ProbedTensor` of each tensor that is no logits.
+    """Make a :class:`ProbedTensor` of each tensor, which counts as a tensor of values, not of logits.
 
     Args:
         tensors: with their paths; tensors of one path (the samples of a list) get the same number.

@@ -56,7 +56,8 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
 def _required_observers(observation: Observation) -> list[Key]:
     """The observers that must have data: those of the plan, and helpers that gather a Hessian.
 
-    With ``on_missing="siblings"`` the Hessian may be missing, too: an expert without tokens is rounded to nearest.
+    Other helpers gather what a report or a rounding can do without. With ``on_missing="siblings"`` so is the Hessian:
+    the weight of an expert without tokens is rounded to nearest.
     """
     helpers = {RANGE, GRADIENTS, INPUT_ERRORS}
     if observation.options.on_missing == "siblings":

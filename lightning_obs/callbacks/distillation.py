@@ -69,7 +69,8 @@ class Distillation:
         #: whether a copy of the student teaches
         self.copies_student = teacher == "original"
         self._teacher = None if isinstance(teacher, str) else teacher
-        #: whether the teacher's logits are the product of its head alone; True until a call has shown otherwise
+        #: whether the teacher's logits are its last hidden state times the weight of its head, so that they can be
+        #: computed in chunks; True until a call has shown that the teacher changes them further
         self._teaches_by_head = True
 
     @property
@@ -83,7 +84,8 @@ class Distillation:
     def keep_original(self, student: nn.Module) -> None:
         """Copy the student to be the teacher, unless an earlier fit has made the copy.
 
-        Called in ``setup`` of a fit, before Lightning loads the weights of a checkpoint to go on from.
+        Called in ``setup`` of a fit if :attr:`copies_student`, before Lightning loads the weights of a checkpoint to go
+        on from.
         """
         if self._teacher is None:
             self._teacher = copy.deepcopy(student).requires_grad_(False).eval()

@@ -40,10 +40,11 @@ _LAYERS_SHOWN = 5
 
 
 class Results:
-    """Reads a callback's results from its session and from what its runs have measured.
+    """Writes, reports and logs the results of a callback, from its session and from what its runs have measured.
 
     Each callback holds one, and its public methods (``export``, ``report``, ``layer_errors``...) call the methods
-    of the same names here. A library may deep-copy a callback and run the copy (neuralforecast does). The
+    of the same names here. The callback sets ``log_prefix``, ``checkpoint_folder``, ``files`` and ``was_trained`` once
+    they are known. A library may deep-copy a callback and run the copy (neuralforecast does). The
     original's results are then the copy's.
 
     Args:

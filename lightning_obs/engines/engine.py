@@ -192,7 +192,9 @@ class Engine:
         return hardware
 
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Texts that :func:`ask_engines` shows the user as warnings, for a checkpoint that other engines may take.
+        """Texts that :func:`ask_engines` shows as warnings: what this engine would compute otherwise, or refuse.
+
+        A remark is no error, since another engine may load the checkpoint.
 
         Args:
             planned: the checkpoint.

@@ -358,7 +358,8 @@ class QuantizedTraining:
         their own forwards.
 
         Args:
-            weights_refreshed: whether all qparams, zero points included, are now those of the present weights.
+            weights_refreshed: whether the scales belong to the present weights, so that the session writes new
+                checksums; False where the modules keep scales of earlier weights.
         """
         if self.learned is not None and self._forwards is not None:
             self.learned.start()

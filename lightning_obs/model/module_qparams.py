@@ -143,7 +143,9 @@ def qparams_home(module: nn.Module) -> torch.Tensor | None:
 def calibrated_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every calibrated module under its first name.
 
-    Wrappers are left out of the names. Called for whole models, by exports, by :func:`~lightning_obs.quantized` and by
+    Names are those without wrappers (DDP, FSDP1, torch.compile: see :mod:`.kinds`).
+
+    Called for whole models, by exports, by :func:`~lightning_obs.quantized` and by
     :func:`~lightning_obs.keep_packed`, to find the modules with a scheme.
     """
     with without_wrappers(model):

@@ -1,7 +1,7 @@
 """The base class of observers: a subclass writes one method.
 
-Phase 1: ``observer(value)`` flattens the value and passes it to ``update_statistics_from_observed``. Hooks call it at
-each forward of a module; a weight is observed once, at the end.
+Phase 1: ``observer(value)`` flattens the value and passes it to ``update_statistics_from_observed``. Hooks observe
+activations at each forward of a module, through :func:`observe_shared`; a weight is observed once, at the end.
 Phase 2: ``observer.get_qparams()`` computes scale, zero point and global scale from the statistics, once all ranks have
 the same statistics.
 
@@ -242,7 +242,8 @@ class Observer(Statistics, Registry):
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         """Update the statistics with a flattened tensor ``(num_observations, *qparam_shape, group_size)``.
 
-        Called by :meth:`forward` for each tensor. A user's class overrides this method, or :meth:`measure`, whose
+        Called by :meth:`forward`, for weights and for classes that override this method. Activations of all other
+        classes are measured by :func:`observe_shared`. A user's class overrides this method, or :meth:`measure`, whose
         result is combined with the statistics here.
         """
         measured = self.measure(observed)

@@ -235,7 +235,8 @@ class _Description:
         kept: by observer and name, the statistics without a reduction, with names in place of their tensors.
         packed: the tensors of ``kept`` as bytes (:func:`pack_tensors`).
         not_finite: the rank's observers with NaN or infinity in a statistic, with a text that says how many.
-        occupied: by observer and name, for each statistic that is sent by blocks, which blocks are occupied.
+        occupied: by observer and name, for each long statistic of counts, which of its blocks hold a count: only these
+            are sent (:mod:`.reduction`).
     """
 
     failure: CalibrationError | None = None
