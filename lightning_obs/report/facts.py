@@ -97,7 +97,7 @@ class Decisions:
     """What was decided by measurement: schemes and observers; :meth:`Report.of` makes it of a run's facts.
 
     Attributes:
-        sensitivity: the loss that quantizing each module causes (``task=plan``: with its worst candidate), by name.
+        sensitivity: the loss that quantizing each module causes (of a plan: with its worst candidate), by name.
         sensitivity_unit: the name of the unit of ``sensitivity``.
         losses: the estimated loss of each module with the scheme that was chosen for it, by name, in the unit of the
             losses in ``frontier`` (nats of divergence, for language models).

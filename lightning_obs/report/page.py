@@ -120,7 +120,7 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
 def as_json(data: Any) -> str:
     """JSON as the standard has it, which knows no NaN and no infinity: these are null.
 
-    Called for ``report.json``, and by ``task=plan`` for ``plan.json``.
+    Called for ``report.json``, and by the command line for ``plan.json``.
     """
     return json.dumps(finite(data), indent=1, allow_nan=False) + "\n"
 
@@ -170,7 +170,7 @@ def _csv_cell(value: Any) -> Any:
 def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     """All that the page shows as numbers, strings, lists and dicts: the content of ``report.json``.
 
-    ``ignore`` has the names that a later run takes with ``ignore_from``: those of this run, and its poor layers.
+    ``ignore`` has the names that a later run can leave out, too: those of this run, and its poor layers.
     """
     ignored = [] if report.options is None else report.options.config.ignore or []
     data: dict[str, Any] = {

@@ -144,7 +144,7 @@ def _quality_cells(row: Mapping[str, Any], named: bool) -> list[str]:
 def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Several runs side by side.
 
-    ``task=compare`` prints it, and so does the end of a ``--multirun``.
+    The command line prints it where it compares runs.
 
     Args:
         rows: a dict for each run: ``run``, its name; ``metric``, the name of its metric, and under that name the values
