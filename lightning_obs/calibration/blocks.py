@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,29 @@ from lightning_obs.model.mark import set_attributes
 
 #: the remedy in errors about models that cannot be run block by block
 _IN_MEMORY = "calibrate the whole model, with a device_map that offloads it (device_map='auto')."
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model, which it calls one after the other. Without blocks, the model runs as a whole.
+
+    Made by :func:`known_blocks` for a model in memory, and by ``calibrate_layerwise`` for one in files;
+    :class:`.StepwiseCalibration` runs the model by them.
+
+    Attributes:
+        name: the name of the list of blocks in the model.
+        modules: the blocks in order.
+    """
+
+    name: str = ""
+    modules: Sequence[nn.Module] = ()
+
+    def holds(self, index: int, name: str) -> bool:
+        """Whether the module ``name`` of the model is inside the block ``index``.
+
+        :class:`.StepwiseCalibration` asks it to find the planned modules of a block.
+        """
+        return name.startswith(f"{self.name}.{index}.")
 
 
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
@@ -67,6 +91,35 @@ def _holds_only(modules: nn.ModuleList, class_names: set[str]) -> bool:
     """Whether a list of modules is not empty, and the class of each module is among ``class_names``."""
     held_classes = {type(module).__name__ for module in modules}
     return len(modules) > 0 and held_classes <= class_names
+
+
+def known_blocks(model: nn.Module) -> Blocks:
+    """Return the decoder's blocks if transformers knows them, else the longest list of modules of one class.
+
+    Called before the data to fit a recipe to the model (``fitted_recipe.py``), and at their end, before the kept calls
+    run block by block (``quantized_inputs.py``).
+
+    Args:
+        model: in memory, without wrappers.
+
+    Returns:
+        The blocks of a ``ModuleList`` or ``Sequential`` of two or more modules, all with parameters; no blocks if the
+        model has no such list.
+    """
+    try:
+        name, modules = find_blocks(model)
+        return Blocks(name, list(modules))
+    except CalibrationError:
+        pass
+    longest = Blocks()
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not name:
+            continue
+        classes = {type(child) for child in module}
+        have_weights = all(next(child.parameters(), None) is not None for child in module)
+        if len(classes) == 1 and have_weights and len(module) > max(1, len(longest.modules)):
+            longest = Blocks(name, list(module))
+    return longest
 
 
 class RunEnded(BaseException):

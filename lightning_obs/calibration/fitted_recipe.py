@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from lightning_obs.calibration.blocks import known_blocks
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.errors import name_list, warn
 from lightning_obs.model.kinds import is_dispatched, kind_of
@@ -56,7 +57,8 @@ def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: 
     """Return the recipe without the parts that the model cannot run, and warn of what was left out.
 
     Weights are chosen without data if rounding cannot use their inputs, or if the products of the inputs do not fit in
-    memory. Token weights are left out if the model cannot be run backward, or if their further products do not fit.
+    memory. Quantized inputs are left out if the model cannot be run block by block, token weights if it cannot be run
+    backward, or if their further products do not fit.
     """
     choices = _choices_in_use(recipe, plan, options)
     needs_inputs = any(choice.rounding is not None for choice in choices)
@@ -68,6 +70,11 @@ def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: 
     if misfit is not None:
         _warn(recipe, f"weights are chosen without data: {misfit}")
         return recipe.without_data()
+    if options.rounding is None and any(choice.rounds_on_quantized_inputs for choice in choices):
+        misfit = _why_no_steps(model, plan)
+        if misfit is not None:
+            _warn(recipe, f"weights are rounded by inputs in full precision: {misfit}")
+            recipe = recipe.without_quantized_inputs()
     if not any(choice.weighs_tokens for choice in choices):
         return recipe
     misfit = _why_no_backward(model, plan)
@@ -121,6 +128,22 @@ def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
+def _why_no_steps(model: nn.Module, plan: Plan) -> str | None:
+    """Why the model cannot be run block by block, or not in good time; None: nothing speaks against it before the data.
+
+    What only the data show, :meth:`.KeptRuns.calibrate` finds.
+    """
+    misfit = _why_no_backward(model, plan)
+    if misfit is not None:
+        return misfit
+    others = [target.name for target in plan.targets if target.states or "output" in target.args]
+    if others:
+        return f"attention states and outputs are quantized: {name_list(others)}"
+    if not known_blocks(model).modules:
+        return f"the blocks of {type(model).__name__} were not found, so it would run as a whole for each weight"
+    return None
+
+
 def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
     """Why the sums of products that a rounding gathers do not fit in memory; None: they fit.
 
@@ -144,15 +167,19 @@ def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
     for device, size in needed.items():
         if device.type == "meta":  # from files, block by block: only one block's products are held at a time
             continue
-        limit = _SHARE_OF_MEMORY * _memory_of(device)
+        limit = _SHARE_OF_MEMORY * memory_of(device)
         if size > limit:
             needed_size = f"{size / 2**30:.0f} GiB"
             return f"the products take {needed_size}, more than half of the memory of {device}"
     return None
 
 
-def _memory_of(device: torch.device) -> int:
-    """The memory of a device [bytes]; on a CPU, that of the machine."""
+def memory_of(device: torch.device) -> int:
+    """The memory of a device [bytes]; on a CPU, that of the machine.
+
+    Asked before the data for the sums of products, and by ``quantized_inputs.py`` for the outputs of a block that it
+    keeps.
+    """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -278,7 +278,7 @@ class _ActivationHook:
 
     def _ignores_this_call(self) -> bool:
         """Whether the present call of the module is not observed; asked at each call."""
-        if self._calls.is_paused or is_inside_quantized(self._target.module):
+        if self._calls.is_paused or self._calls.is_kept or is_inside_quantized(self._target.module):
             return True
         if self._experts is not None and self._experts.are_forced and not self._experts.is_forcing:
             return True

@@ -2,13 +2,14 @@
 
 A session whose weights are rounded on quantized inputs cannot observe the user's run: the modules read the inputs of
 the unquantized model there. So the session keeps the arguments of each call on the CPU, and
-``CalibrationSession.finalize`` runs the calls again.
+:meth:`.KeptRuns.calibrate` runs the calls again when the session finalizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 
 from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.token_weights import TokenWeights, WeightsOfCall
-from lightning_obs.errors import warn
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import Autocast
 from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out
@@ -37,13 +38,18 @@ class _Call:
 class KeptCalls:
     """Keeps the observed calls of a model, and runs them again; a :class:`.Batches` for a calibration step by step.
 
-    A session makes one if its weights are rounded on quantized inputs.
+    :class:`.KeptRuns` makes one, in a session whose weights are rounded on quantized inputs.
 
     Args:
         observation: of the model. A call is not kept while ``observation.calls`` is paused.
+
+    Attributes:
+        obstacle: why a call could not be kept, where a recipe asks for quantized inputs; else it is an error. The
+            modules of that call and of later ones are observed while the call runs. None: no call has failed so far.
     """
 
     def __init__(self, observation: Observation) -> None:
+        self.obstacle: str | None = None
         self._observation = observation
         self._batches = KeptBatches(KEPT_BYTES)
         self._remove_hook: Callable[[], None] | None = None
@@ -60,10 +66,10 @@ class KeptCalls:
         return len(self._batches)
 
     def attach(self, token_weights: TokenWeights | None, forget: bool = True) -> None:
-        """Keep each call of the model from now on, by a hook on the model.
+        """Keep each call of the model from now on, by hooks on the model.
 
-        ``CalibrationSession.attach`` calls this last: the hook that sets the mask and measures the token weights of a
-        call must run before the call is kept.
+        :meth:`.KeptRuns.attach` calls this, as the last step of ``CalibrationSession.attach``: the hook that sets the
+        mask and measures the token weights of a call must run before the call is kept.
 
         Args:
             token_weights: measures the weights of each call; None: all tokens count alike.
@@ -74,20 +80,26 @@ class KeptCalls:
         if forget:
             self.release()
         model = self._observation.model
-        handle = model.register_forward_pre_hook(self._keep, with_kwargs=True)
-        self._remove_hook = keep_hook_out(model, handle)
+        before = model.register_forward_pre_hook(self._keep, with_kwargs=True)
+        after = model.register_forward_hook(self._end_call, always_call=True)
+        removals = [keep_hook_out(model, before), keep_hook_out(model, after)]
+        self._remove_hook = partial(_call_all, removals)
 
     def detach(self) -> None:
-        """Remove the hook: no further calls are kept. ``CalibrationSession.detach`` and :meth:`attach` call this.
+        """Remove the hooks: no further calls are kept. :meth:`.KeptRuns.detach` and :meth:`attach` call this.
 
-        Nothing happens if there is no hook.
+        Nothing happens if there are no hooks.
         """
         if self._remove_hook is not None:
             self._remove_hook()
         self._remove_hook = None
+        self._observation.calls.is_kept = False
 
     def release(self) -> None:
-        """Release the kept calls; called by the session once they were run again, and when it attaches anew."""
+        """Release the kept calls.
+
+        Called by :meth:`.KeptRuns.calibrate` once they were run again, and by :meth:`attach` unless earlier calls stay.
+        """
         self._batches = KeptBatches(KEPT_BYTES)
 
     def run(self, index: int) -> Any:
@@ -113,15 +125,21 @@ class KeptCalls:
     def warn_of_calls_left_out(self) -> None:
         """Warn if some calls did not fit in the memory for kept calls; called before the kept calls run again."""
         kept = len(self)
-        if kept < self._batches.offered:
+        if self.obstacle is None and kept < self._batches.offered:
             warn(
                 f"rounding on quantized inputs runs the model's calls again, and {kept} of {self._batches.offered} fit "
                 f"in {KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep one call; a forward pre-hook of the model."""
-        if self._observation.calls.is_paused or is_inside_quantized(model):
+        """Keep one call; a forward pre-hook of the model.
+
+        The modules of the call are then not observed, also if there was no room for it: hooks see ``calls.is_kept``.
+
+        Raises:
+            CalibrationError: an argument cannot be copied, and the user has named the rounding.
+        """
+        if self._observation.calls.is_paused or is_inside_quantized(model) or self.obstacle is not None:
             return
         parameter = next(model.parameters(), None)
         call = _Call(
@@ -129,4 +147,21 @@ class KeptCalls:
             autocast=Autocast.of(None if parameter is None else parameter.device),
             token_weights=None if self.token_weights is None else self.token_weights.of_call,
         )
-        self._batches.add((args, kwargs), call)
+        try:
+            self._batches.add((args, kwargs), call)
+        except CalibrationError as error:
+            if not self._observation.options.rounding_is_of_recipe:
+                raise
+            self.obstacle = str(error)
+            return
+        self._observation.calls.is_kept = True
+
+    def _end_call(self, *_: Any) -> None:
+        """Let modules be observed again; a forward hook of the model, which runs after an error, too."""
+        self._observation.calls.is_kept = False
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    """Call all functions, in order; :meth:`KeptCalls.detach` removes its two hooks by it."""
+    for function in functions:
+        function()

@@ -228,6 +228,18 @@ class Observation:
         self.judges_fit = False
         self.hold_outs.clear()
 
+    def leave_out_input_errors(self) -> None:
+        """Remove the observers of input errors, and the hold-outs: no fit is judged by what is observed from now on.
+
+        Called by :meth:`.KeptRuns.give_up`, once a recipe rounds weights by inputs in full precision: before the data,
+        or at their end, before the kept calls run once more.
+        """
+        self.hold_outs.clear()
+        for key in list(self.data_observers):
+            _, base_name = key
+            if base_name == INPUT_ERRORS:
+                del self.data_observers[key]
+
     def drop_outputs(self, followed: Collection[str]) -> None:
         """Remove the outputs of some modules from plan and observers.
 

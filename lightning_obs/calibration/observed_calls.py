@@ -27,6 +27,8 @@ class ObservedCalls:
         number: the number of the present batch, from 0, if batches run several times; None: it is ``batches - 1``.
         measurements: how often the statistics of an activation were computed; modules that read one tensor share them.
         is_paused: whether hooks ignore the calls of the model, although they are attached.
+        is_kept: whether the present call of the model is kept (:class:`.KeptCalls`). Hooks ignore its modules, which
+            are observed when the call runs again.
         mask: the mask of the present call, on the CPU, nonzero for the tokens ``(batch, tokens)`` or samples
             ``(batch,)`` that count; None: all count.
         expert_tokens: by name of the experts' container, how many tokens the router sent to each expert. A count is an
@@ -39,6 +41,7 @@ class ObservedCalls:
     number: int | None = None
     measurements: int = 0
     is_paused: bool = False
+    is_kept: bool = False
     mask: torch.Tensor | None = None
     expert_tokens: dict[str, list[Any]] = field(default_factory=dict)
     cache: ReadCache = field(default_factory=ReadCache)

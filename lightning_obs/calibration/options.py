@@ -220,6 +220,15 @@ class CalibrationOptions:
         """
         return names_observer(self.observers, "weight")
 
+    @property
+    def rounding_is_of_recipe(self) -> bool:
+        """Whether a recipe, and not the user, says how weights are rounded.
+
+        Asked where a rounding on quantized inputs fails: a recipe does without, a rounding that the user named is an
+        error.
+        """
+        return self.recipe is not None and self.rounding is None and not self.names_weight_observer
+
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
         """These options with ``change(recipe)`` as their recipe; the same options if they have no recipe.
 

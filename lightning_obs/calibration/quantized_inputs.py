@@ -1,14 +1,15 @@
 """Calibrate a model in memory on quantized inputs, from calls that were kept while the user's code ran the model.
 
-``CalibrationSession.finalize`` comes here if weights are rounded on quantized inputs
-(``rounding={"name": "gptq", "inputs": "quantized"}``). The steps are in :mod:`.stepwise`; this file finds the model's
-blocks, and leaves the model's modes, caches and random numbers as they were.
+:meth:`.KeptRuns.calibrate` comes here when a session finalizes whose weights are rounded on quantized inputs
+(``recipe="accurate"``, or ``rounding={"name": "gptq", "inputs": "quantized"}``). The steps are in :mod:`.stepwise`;
+this file finds the model's blocks, and leaves the model's modes, caches and random numbers as they were.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,15 +18,21 @@ from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_obs.calibration.blocks import BlockForward, find_blocks
+from lightning_obs.calibration.blocks import BlockForward, Blocks, known_blocks
+from lightning_obs.calibration.fitted_recipe import memory_of
+from lightning_obs.calibration.hooks import ObserverHooks
+from lightning_obs.calibration.kept_calls import KeptCalls
 from lightning_obs.calibration.observation import CalibrationResult, Observation
-from lightning_obs.calibration.stepwise import Batches, Blocks, StepwiseCalibration
+from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
-from lightning_obs.errors import CalibrationError
+from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import shares_in_float
+
+#: of the memory of the machine, what the outputs of a block may take that are kept for the next
+_SHARE_OF_MEMORY = 0.25
 
 
 @torch.inference_mode(False)
@@ -47,14 +54,16 @@ def calibrate_on_quantized_inputs(
         The result; its ``seconds`` are for the caller to add.
 
     Raises:
-        CalibrationError: data are missing or not finite, or some rank failed, as in :func:`.finalize`. Some qparams may
-            have been written by then; the caller restores the earlier ones.
+        CalibrationError: data are missing or not finite, or some rank failed, as in :func:`.finalize`. Under a recipe, also
+            if the model cannot be run block by block. Some qparams may have been written by then; the caller restores
+            the earlier ones.
     """
     model = observation.model
     observation.skipped = set()
     observation.calls.is_paused = False  # the callback may have paused it for the last batches of the user's run
     with left_as_it_was(model), _without_caches(model):
-        blocks = _blocks_that_run_alone(observation, batches)
+        blocks, size = _blocks_that_run_alone(observation, batches)
+        batches = _that_fit(batches, size)
         stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
         with stepwise.attached():
             for position in range(stepwise.positions):
@@ -69,10 +78,84 @@ def calibrate_on_quantized_inputs(
     return result
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: ObserverHooks) -> None:
+    """Run kept calls once more, and observe the inputs of all modules, in full precision. Every rank must call this.
+
+    :meth:`.KeptRuns.calibrate` calls this at the end of the data, if a recipe cannot round weights on quantized inputs
+    after all. Modes, buffers and random numbers of the model are as before.
+
+    Args:
+        observation: of the model; what is observed is added to the statistics that it has.
+        kept_calls: of the model, on this rank.
+        hooks: of the observation, detached; they are detached again afterwards.
+
+    Raises:
+        CalibrationError: the model fails on some rank, or as the hooks.
+    """
+    model = observation.model
+    observation.calls.is_paused = False
+    with on_all_ranks(observation.collectives), left_as_it_was(model), _without_caches(model):
+        hooks.attach(count_calls=False)
+        try:
+            for index in range(len(kept_calls)):
+                hooks.calls.mask_tokens(kept_calls.mask(index))
+                kept_calls.run(index)
+        finally:
+            hooks.detach()
+
+
 def _device_of(model: nn.Module) -> torch.device | None:
     """The device of the model's first parameter; None if it has no parameters."""
     parameter = next(model.parameters(), None)
     return None if parameter is None else parameter.device
+
+
+@dataclass(frozen=True)
+class _FirstBatches:
+    """The first ``count`` of some batches; a :class:`.Batches` for :class:`.StepwiseCalibration`.
+
+    Attributes:
+        batches: all batches of this rank.
+        count: how many of them run.
+    """
+
+    batches: Batches
+    count: int
+
+    def __len__(self) -> int:
+        """How many batches run."""
+        return self.count
+
+    def run(self, index: int) -> Any:
+        """Run batch ``index``; return the model's output."""
+        return self.batches.run(index)
+
+    def mask(self, index: int) -> torch.Tensor | None:
+        """The mask of batch ``index``; None: all tokens count."""
+        return self.batches.mask(index)
+
+
+def _that_fit(batches: Batches, size: int) -> Batches:
+    """The first batches whose outputs fit in a quarter of the memory; a warning says how many, unless all do.
+
+    Called before the steps, which keep two outputs of a block for each batch, in full precision and quantized.
+
+    Args:
+        batches: of this rank.
+        size: of a block's output for one batch [bytes]; 0: not known, and all batches run.
+    """
+    if not size:
+        return batches
+    most = max(1, int(_SHARE_OF_MEMORY * memory_of(torch.device("cpu"))) // (2 * size))
+    if len(batches) <= most:
+        return batches
+    warn(
+        f"rounding on quantized inputs keeps the outputs of a block, and those of {most} of {len(batches)} calls fit "
+        "in a quarter of the memory. The others are not observed."
+    )
+    return _FirstBatches(batches, most)
 
 
 @contextmanager
@@ -90,51 +173,45 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _blocks_that_run_alone(observation: Observation, batches: Batches) -> Blocks:
+def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[Blocks, int]:
     """The blocks of the model, if running block by block gives the model's output on all ranks.
 
-    Otherwise the result has no blocks: the model then runs as a whole for each step, which takes longer.
+    Otherwise the result has no blocks: the model then runs as a whole for each step, which takes longer. Every rank
+    must call this, before the steps.
+
+    Returns:
+        The blocks, and the size of a block's largest output for the first batch on this rank [bytes]; 0 without blocks
+        or batches.
+
+    Raises:
+        CalibrationError: a recipe asks for quantized inputs, and the model would run as a whole, in a time that grows
+            with the square of its depth.
     """
     model = observation.model
     collectives = observation.collectives
-    blocks = _known_blocks(model)
-    run_alone = True
+    blocks = known_blocks(model)
+    size: int | None = 0
     with on_all_ranks(collectives):
         if blocks.modules and len(batches):
-            run_alone = _run_alone(model, blocks, batches)
-    return blocks if all(collectives.gather_object(run_alone)) else Blocks()
+            size = _size_of_outputs(model, blocks, batches)
+    run_alone = all(collectives.gather_object(size is not None))
+    if run_alone and size is not None:
+        return blocks, size
+    if observation.options.rounding_is_of_recipe:
+        raise CalibrationError("the model cannot be run block by block", where=[type(model).__name__])
+    return Blocks(), 0
 
 
-def _known_blocks(model: nn.Module) -> Blocks:
-    """The decoder's blocks if transformers knows them, else the longest list of modules of one class.
+def _size_of_outputs(model: nn.Module, blocks: Blocks, batches: Batches) -> int | None:
+    """Run the first batch block by block, each from the output of the one before, and return the largest output's size.
 
-    A list is a ``ModuleList`` or ``Sequential`` of two or more modules, all with parameters. Without such a list the
-    result has no blocks.
-    """
-    try:
-        name, modules = find_blocks(model)
-        return Blocks(name, list(modules))
-    except CalibrationError:
-        pass
-    longest = Blocks()
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or not name:
-            continue
-        classes = {type(child) for child in module}
-        have_weights = all(next(child.parameters(), None) is not None for child in module)
-        if len(classes) == 1 and have_weights and len(module) > max(1, len(longest.modules)):
-            longest = Blocks(name, list(module))
-    return longest
-
-
-def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
-    """Whether the first batch gives the same output block by block, each from the kept output of the block before.
-
-    Outputs count as the same up to rounding (``allclose``): kernels may differ from run to run.
+    Returns:
+        The size of a block's largest output [bytes]; None: run so, the model fails or gives another output.
     """
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)
     output: Any = None
+    size = 0
     with ExitStack() as stack:
         stack.enter_context(run_eagerly())
         stack.enter_context(unfused(model))
@@ -143,12 +220,20 @@ def _run_alone(model: nn.Module, blocks: Blocks, batches: Batches) -> bool:
         try:
             for position in range(len(blocks.modules) + 1):
                 output = forward.run(position, output, call_model)
+                if position < len(blocks.modules):
+                    size = max(size, _size_of(output))
         except CalibrationError:
-            return False
+            return None
     stepwise_output = _first_tensor(output)
     if expected is None or stepwise_output is None or stepwise_output.shape != expected.shape:
-        return False
-    return torch.allclose(stepwise_output, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+        return None
+    is_same = torch.allclose(stepwise_output, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
+    return size if is_same else None
+
+
+def _size_of(output: Any) -> int:
+    """The memory of an output's tensors [bytes]."""
+    return sum(value.nbytes for value in tree_leaves(output) if isinstance(value, torch.Tensor))
 
 
 def _first_tensor(output: Any) -> torch.Tensor | None:

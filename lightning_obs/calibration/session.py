@@ -24,13 +24,11 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.kept_calls import KeptCalls
+from lightning_obs.calibration.kept_runs import KeptRuns
 from lightning_obs.calibration.observation import CalibrationResult, Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
-from lightning_obs.calibration.quantized_inputs import calibrate_on_quantized_inputs
 from lightning_obs.calibration.quantized_outputs import attach_readers
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
-from lightning_obs.calibration.stepwise import require_steps_possible
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
@@ -74,13 +72,16 @@ class CalibrationSession:
 
     Attributes:
         model: the calibrated model, without wrappers.
-        options: of the calibration; parts of a recipe that the model cannot run are left out.
-        label: short name of scheme and rounding.
+        options: of the calibration; parts of a recipe that the model cannot run are left out. What a recipe does
+            without later on is said by a warning; ``observation.options`` and ``result.scheme`` lack it.
+        label: short name of scheme and rounding, by ``options``.
         plan: the modules that will be quantized.
         engines: by engine's name, its verdict on the checkpoint.
         observers: by module name and base name (``("layer", "weight")``), the observers of the plan.
         data_observers: the observers that observe data: those of the plan that need data, and helper observers.
         observation: the record of what was observed. Others may read it; only the session's methods change it.
+        kept_runs: keeps the model's calls and runs them again step by step, for a rounding on quantized inputs. None:
+            no weight is rounded so.
         result: of the last calibration; None before its end.
 
     Raises:
@@ -119,10 +120,9 @@ class CalibrationSession:
         self.data_observers = self.observation.data_observers
         self.result: CalibrationResult | None = None
         self._hooks = ObserverHooks(self.observation, token_mask)
-        #: keeps the model's calls, to run them again step by step; None: the user's run itself is observed
-        self._kept_calls: KeptCalls | None = None
+        self.kept_runs: KeptRuns | None = None
         if self.observation.rounds_on_quantized_inputs:
-            self._kept_calls = KeptCalls(self.observation)
+            self.kept_runs = KeptRuns(self.observation, self._hooks)
         self._written = _WrittenQParams(self.model, self.plan)
         #: the time at which observing began, for the ``seconds`` of the next result; None: nothing new is observed
         self._observing_since: float | None = None
@@ -170,12 +170,13 @@ class CalibrationSession:
                 in full precision, with a warning.
 
         Raises:
-            CalibrationError: weights are rounded on quantized inputs, and the model cannot run block by block.
+            CalibrationError: the model cannot run block by block, and the user has named a rounding on quantized
+                inputs. Under a recipe it is a warning.
         """
         self.observation.collectives = collectives
         self.observation.is_fitting = is_fitting
-        if self._kept_calls is not None:
-            require_steps_possible(self.observation)
+        if self.kept_runs is not None:
+            self.kept_runs.require_possible()
 
     def show_progress(self, progress: Progress | None) -> None:
         """Call ``progress`` with each weight that this rank has searched; None: show no progress.
@@ -241,8 +242,8 @@ class CalibrationSession:
             CalibrationError: the model cannot run backward, or block by block, as the options need it.
         """
         self.detach()
-        if self._kept_calls is not None:
-            require_steps_possible(self.observation)
+        if self.kept_runs is not None:
+            self.kept_runs.require_possible()
         if forget:
             self.observation.forget()
         if shares_calls_with is not None:
@@ -252,10 +253,10 @@ class CalibrationSession:
         self.observation.calls.is_paused = False
         self._observing_since = time.perf_counter()
         has_outputs = self.observation.calls.readers is not None
-        observes_modules = self._kept_calls is None
+        observes_modules = self.kept_runs is None or self.kept_runs.observe_modules
         self._hooks.attach(count_calls, attach_readers if has_outputs else None, observes_modules)
-        if self._kept_calls is not None:
-            self._kept_calls.attach(self._hooks.token_weights, forget)
+        if self.kept_runs is not None:
+            self.kept_runs.attach(forget)
 
     def detach(self) -> None:
         """Remove all hooks; statistics and kept calls stay. Nothing happens if no hooks are attached.
@@ -264,8 +265,8 @@ class CalibrationSession:
         ends, however it ends.
         """
         self._hooks.detach()
-        if self._kept_calls is not None:
-            self._kept_calls.detach()
+        if self.kept_runs is not None:
+            self.kept_runs.detach()
 
     # ------------------------------------------------------------------ while data run
 
@@ -345,10 +346,10 @@ class CalibrationSession:
         if activations and self._observing_since is not None:
             started = self._observing_since
         with self._written.replacing():
-            if self._kept_calls is None:
+            if self.kept_runs is None:
                 result = finalize(self.observation, weights, activations)
             else:
-                result = _run_kept_calls(self.observation, self._kept_calls)
+                result = self.kept_runs.calibrate(self._written.replacing, weights=weights, activations=activations)
         result.seconds = time.perf_counter() - started
         self.result = result
         if activations:
@@ -437,15 +438,6 @@ class CalibrationSession:
 def _identity_without_format(scheme: QuantizationScheme) -> str:
     """A text that is equal for schemes of the same number formats; the ``format`` field is set only at writing."""
     return scheme_identity(scheme.model_copy(update={"format": None}))
-
-
-def _run_kept_calls(observation: Observation, kept_calls: KeptCalls) -> CalibrationResult:
-    """Calibrate by running the kept calls of the model block by block, and release them afterwards."""
-    kept_calls.warn_of_calls_left_out()
-    try:
-        return calibrate_on_quantized_inputs(observation, kept_calls, kept_calls.token_weights)
-    finally:
-        kept_calls.release()
 
 
 class _WrittenQParams:

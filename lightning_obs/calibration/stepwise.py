@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.base_names import INPUT_ERRORS
-from lightning_obs.calibration.blocks import BlockForward, RunEnded, copied
+from lightning_obs.calibration.blocks import BlockForward, Blocks, RunEnded, copied
 from lightning_obs.calibration.finalize import finalize, result_of
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import CalibrationResult, Observation
@@ -73,28 +73,6 @@ class Batches(Protocol):
 
         Asked before each run in which the modules of a step observe the batch.
         """
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """The blocks of a model, which it calls one after the other. Without blocks, the model runs as a whole.
-
-    :mod:`.quantized_inputs` or ``streaming/layerwise.py`` makes one for a :class:`StepwiseCalibration`.
-
-    Attributes:
-        name: the name of the list of blocks in the model.
-        modules: the blocks in order.
-    """
-
-    name: str = ""
-    modules: Sequence[nn.Module] = ()
-
-    def holds(self, index: int, name: str) -> bool:
-        """Whether the module ``name`` of the model is inside the block ``index``.
-
-        A :class:`StepwiseCalibration` asks this when a block is finished.
-        """
-        return name.startswith(f"{self.name}.{index}.")
 
 
 def require_steps_possible(observation: Observation) -> None:

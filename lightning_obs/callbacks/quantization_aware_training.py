@@ -188,6 +188,7 @@ class QuantizationAwareTraining(SessionCallback):
         self.distillation = Distillation(distill, teacher)
         if train == "scales":
             _require_distillation(self.distillation)
+            calibration_options = calibration_options.with_recipe(Recipe.without_quantized_inputs)
             _refuse_quantized_inputs(calibration_options)
         else:
             calibration_options = calibration_options.with_recipe(Recipe.without_rounding)

@@ -87,8 +87,11 @@ class TrainerSession:
             self.session = CalibrationSession(model, options)
         if has_ranks:
             require_exact(trainer, self.session)
-        if self.session.observation.rounds_on_quantized_inputs:
-            require_forward(model, "rounding on quantized inputs")
+        kept_runs = self.session.kept_runs
+        if kept_runs is not None and kept_runs.are_in_use and not has_forward(model):
+            if not kept_runs.is_of_recipe:
+                require_forward(model, "rounding on quantized inputs")
+            kept_runs.give_up(f"{type(model).__name__} has no forward()")
         self.session.begin_run(collectives, is_fitting=trainer.state.fn == TrainerFn.FITTING)
         self._pl_module = pl_module
         return self.session

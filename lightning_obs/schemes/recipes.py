@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
 
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
+from lightning_obs.numerics.rounding_options import RoundingOptions
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,24 @@ class WeightChoice:
         (``calibration/fitted_recipe.py``).
         """
         return bool(self.observer.get("weigh_tokens", False))
+
+    @property
+    def rounds_on_quantized_inputs(self) -> bool:
+        """Whether the weight is rounded by the inputs that the quantized modules before it give.
+
+        Asked when a recipe is fitted to a model, before any data.
+        """
+        return self.rounding is not None and RoundingOptions.of(self.rounding).on_quantized_inputs
+
+    def with_inputs_in_full_precision(self) -> WeightChoice:
+        """The choice with a rounding by inputs in full precision in place of one on quantized inputs.
+
+        A choice that has none stays. :meth:`Recipe.without_quantized_inputs` applies it to each kind of weights.
+        """
+        if self.rounding is None or not self.rounds_on_quantized_inputs:
+            return self
+        rounding = {name: value for name, value in self.rounding.items() if name not in ("inputs", "correction")}
+        return replace(self, rounding=rounding)
 
     def without(self, *hyperparameters: str) -> WeightChoice:
         """The choice with defaults in place of these hyperparameters of its observer."""
@@ -168,6 +187,14 @@ class Recipe:
         """
         return self.with_weights(lambda choice: choice.without("weigh_tokens"))
 
+    def without_quantized_inputs(self) -> Recipe:
+        """The recipe for models that cannot be run block by block: weights are rounded by inputs in full precision.
+
+        Taken when a recipe is fitted to a model, when a session finds that the kept calls cannot run in steps, and by
+        quantized training of scales, whose start has to be in full precision.
+        """
+        return self.with_weights(WeightChoice.with_inputs_in_full_precision)
+
     def without_rounding(self) -> Recipe:
         """The recipe for weights that are trained: it chooses scales but no rounding, and all tokens count alike.
 
@@ -192,7 +219,7 @@ RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
 
 #: the fields of a recipe that are choices for weights
 _WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights", "mx_weights")
-_ROUNDING = {"name": "gptq"}
+_ROUNDING = {"name": "gptq", "inputs": "quantized"}
 
 RECIPES = {
     "fast": Recipe(

@@ -19,13 +19,13 @@ from typing import Any, Literal, get_args
 import torch
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.blocks import find_blocks
+from lightning_obs.calibration.blocks import Blocks, find_blocks
 from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.observation import ADDED, CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.calibration.stepwise import Blocks, StepwiseCalibration, require_steps_possible
+from lightning_obs.calibration.stepwise import StepwiseCalibration, require_steps_possible
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import refuse, require_choice
 from lightning_obs.files.tensors import Progress, TensorWriter, give_back_freed, write_index

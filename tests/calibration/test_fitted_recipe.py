@@ -62,7 +62,7 @@ def test_weights_without_an_input_for_each_column_are_chosen_without_data():
 
 
 def test_weights_whose_products_do_not_fit_are_chosen_without_data(monkeypatch):
-    monkeypatch.setattr(fitted_recipe, "_memory_of", lambda device: 4096)
+    monkeypatch.setattr(fitted_recipe, "memory_of", lambda device: 4096)
     with pytest.warns(CalibrationWarning, match="the products take 0 GiB, more than half of the memory of cpu"):
         session = CalibrationSession(tiny_llama(), INT4, ignore=["lm_head"], recipe="accurate")
     assert not session.needs_data

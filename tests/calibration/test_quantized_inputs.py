@@ -18,7 +18,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.calibration import quantized_inputs
-from lightning_obs.calibration.stepwise import Blocks
+from lightning_obs.calibration.blocks import Blocks
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.common import Experts, Shared, hooks
@@ -125,7 +125,7 @@ def test_blocks_that_run_alone_give_the_numbers_of_the_whole_model(monkeypatch):
     runs, found = [], []
     for known in (True, False):
         if not known:
-            monkeypatch.setattr(quantized_inputs, "_known_blocks", lambda _: Blocks())
+            monkeypatch.setattr(quantized_inputs, "known_blocks", lambda _: Blocks())
         model = tiny_bert()
         count = []
         handle = model.encoder.layer[0].attention.register_forward_hook(lambda *_: count.append(1))  # noqa: B023

@@ -144,7 +144,7 @@ def test_an_output_without_a_gradient_is_refused():
 
 def test_under_a_recipe_all_tokens_count_alike_where_no_gradient_leads_from_the_output():
     model = Trunk(lambda hidden: hidden.argmax(-1))
-    session = CalibrationSession(model, INT4, recipe="accurate")
+    session = CalibrationSession(model, INT4, recipe="accurate", rounding="gptq")
     with (
         pytest.warns(CalibrationWarning, match=r"all tokens count alike in inner: .*no gradient leads from it"),
         session,
@@ -169,12 +169,12 @@ class Parts(L.LightningModule):
 
 
 def test_under_a_recipe_all_tokens_count_alike_where_the_steps_call_parts_of_the_module():
-    callback = CalibrationCallback(INT4, recipe="accurate")
+    callback = CalibrationCallback(INT4, recipe="accurate", rounding="gptq")
     module = Parts()
     with pytest.warns(CalibrationWarning, match=r"count alike in net\.inner: no gradient reached it.*module=\.\.\."):
         trainer(callback).validate(module, DataLoader(X.split(4), batch_size=None), verbose=False)
     assert hasattr(module.net.inner, "weight_rounded")
-    callback = CalibrationCallback(INT4, recipe="accurate", module="net")
+    callback = CalibrationCallback(INT4, recipe="accurate", rounding="gptq", module="net")
     trainer(callback).validate(module, DataLoader(X.split(4), batch_size=None), verbose=False)
 
 
@@ -192,7 +192,7 @@ class Whole(Parts):
 
 def test_a_recipe_weighs_the_tokens_of_a_lightning_module_whose_steps_call_it():
     module = Whole()
-    callback = CalibrationCallback(INT4, recipe="accurate")
+    callback = CalibrationCallback(INT4, recipe="accurate", rounding="gptq")
     trainer(callback).validate(module, DataLoader(X.split(4), batch_size=None), verbose=False)
     squares = callback.session.observers["net.inner", "weight"].input_squares
     expected = sums(Trunk(embedding), [{"x": part} for part in X.split(4)])

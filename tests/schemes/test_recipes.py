@@ -11,7 +11,7 @@ from lightning_obs.schemes.config import resolve_config
 from lightning_obs.schemes.recipes import RECIPES, Recipe
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
-ROUNDING = {"name": "gptq"}
+ROUNDING = {"name": "gptq", "inputs": "quantized"}
 
 
 def group_of(scheme, **options):
@@ -102,6 +102,7 @@ def test_recipes_for_less_leave_out_what_they_say():
         assert not choice.weighs_tokens
     assert accurate.without_token_weights().symmetric_weights.rounding == ROUNDING
     assert accurate.without_rounding().symmetric_weights.rounding is None
+    assert accurate.without_quantized_inputs().mx_weights.rounding == {"name": "gptq"}
     assert accurate.without_data().symmetric_weights == RECIPES["fast"].symmetric_weights
     assert Recipe.of(accurate.as_dict()) == accurate
 

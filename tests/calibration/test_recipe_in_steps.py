@@ -1,0 +1,170 @@
+"""The accurate recipe rounds on quantized inputs where the model can be run block by block; elsewhere as before.
+
+What stands in the way may be known before any data, or only at their end: in both cases a warning says so, and weights
+are rounded as by rounding='gptq'.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lightning_obs import (
+    CalibrationError,
+    CalibrationSession,
+    CalibrationWarning,
+    QuantizationAwareTraining,
+    linearize_experts,
+)
+from lightning_obs.calibration import quantized_inputs
+from tests.support.moe_models import tiny_moe
+
+INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
+TOKENS = torch.randint(32, (3, 2, 12), generator=torch.Generator().manual_seed(1))
+ON_QUANTIZED_INPUTS = {"name": "gptq", "inputs": "quantized"}
+IN_FULL_PRECISION = "the recipe rounds weights by inputs in full precision here"
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes)).eval()
+
+
+def call(model):
+    for tokens in TOKENS:
+        model(input_ids=tokens)
+
+
+def calibrated(run=call, **options) -> tuple[CalibrationSession, torch.Tensor]:
+    """A session with the accurate recipe, and the numbers of the last weight."""
+    model = tiny_llama()
+    session = CalibrationSession(model, INT4, ignore=["lm_head"], recipe="accurate", **options)
+    with session, torch.no_grad():
+        run(model)
+    return session, model.model.layers[1].mlp.down_proj.weight_rounded
+
+
+def test_the_recipe_rounds_on_quantized_inputs():
+    session, rounded = calibrated()
+    assert session.label.endswith("gptq on quantized inputs")
+    assert session.result.batches == 3
+    assert torch.equal(rounded, calibrated(rounding=ON_QUANTIZED_INPUTS)[1])
+    assert not torch.equal(rounded, calibrated(rounding="gptq")[1])
+
+
+def test_parts_that_the_steps_call_are_observed_as_they_run():
+    def call_part(model):
+        for tokens in TOKENS:
+            model.model(input_ids=tokens)
+
+    with (
+        pytest.warns(CalibrationWarning, match="all tokens count alike"),
+        pytest.warns(CalibrationWarning, match=rf"{IN_FULL_PRECISION}: parts of LlamaForCausalLM .*module=\.\.\."),
+    ):
+        session, rounded = calibrated(call_part)
+    assert session.result.scheme.endswith("+ gptq")
+    with pytest.warns(CalibrationWarning, match="all tokens count alike"):
+        assert torch.equal(rounded, calibrated(call_part, rounding="gptq")[1])
+
+
+class Uncopyable:
+    """An argument that the model ignores and nobody can copy."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def call_with_uncopyable(model):
+    """The weighing of tokens copies arguments, too, and does without them there."""
+    for tokens in TOKENS:
+        model(input_ids=tokens, note=Uncopyable())
+
+
+def test_calls_that_cannot_be_kept_are_observed_as_they_run():
+    with (
+        pytest.warns(CalibrationWarning, match=rf"{IN_FULL_PRECISION}: a batch is kept .*cannot be copied"),
+        pytest.warns(CalibrationWarning, match="all tokens count alike"),
+    ):
+        session, rounded = calibrated(call_with_uncopyable)
+    assert session.result.batches == 3
+    with pytest.warns(CalibrationWarning, match="all tokens count alike"):
+        assert torch.equal(rounded, calibrated(call_with_uncopyable, rounding="gptq")[1])
+
+
+def test_what_fails_in_steps_is_done_again_in_full_precision(monkeypatch):
+    def fail(*_: Any) -> Any:
+        raise CalibrationError("the model cannot be run block by block", where=["LlamaForCausalLM"])
+
+    expected = calibrated(rounding="gptq")[1]
+    monkeypatch.setattr(quantized_inputs.StepwiseCalibration, "calibrate_rest", fail)
+    with pytest.warns(CalibrationWarning, match=rf"{IN_FULL_PRECISION}: the model cannot be run block by block"):
+        session, rounded = calibrated()
+    assert (session.result.batches, session.kept_runs.are_in_use) == (3, False)
+    assert torch.equal(rounded, expected)
+
+
+def test_data_are_missing_in_steps_as_elsewhere():
+    with pytest.raises(CalibrationError, match="saw no data"):
+        calibrated(lambda _: None)
+
+
+def test_batches_whose_outputs_do_not_fit_are_not_observed(monkeypatch):
+    size_of_outputs = 2 * (2 * 12 * 32 * 4)
+    monkeypatch.setattr(quantized_inputs, "memory_of", lambda _: 4 * 2.5 * size_of_outputs)
+    with pytest.warns(CalibrationWarning, match="those of 2 of 3 calls fit"):
+        _, rounded = calibrated()
+    monkeypatch.undo()
+
+    def call_first(model):
+        for tokens in TOKENS[:2]:
+            model(input_ids=tokens)
+
+    assert torch.equal(rounded, calibrated(call_first)[1])
+
+
+class Layers(nn.Module):
+    """Two layers that are no list of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def experts() -> nn.Module:
+    model = tiny_moe("mixtral")
+    linearize_experts(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "reason"),
+    [
+        (Layers, {}, "the blocks of Layers were not found"),
+        (experts, {}, "MixtralForCausalLM has experts"),
+        (tiny_llama, {"kv_cache": "FP8"}, "attention states and outputs are quantized"),
+    ],
+    ids=["blocks", "experts", "kv cache"],
+)
+def test_what_cannot_run_in_steps_is_said_before_data(make, options, reason):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        session = CalibrationSession(make(), INT4, ignore=["re:.*lm_head"], recipe="accurate", **options)
+    texts = [str(each.message) for each in caught]
+    assert any(f"weights are rounded by inputs in full precision: {reason}" in text for text in texts)
+    assert session.kept_runs is None
+    assert "quantized inputs" not in session.label
+
+
+def test_scales_are_trained_from_a_rounding_in_full_precision():
+    options = QuantizationAwareTraining(INT4, recipe="accurate", train="scales").options
+    weights = options.config.config_groups["group_0"].weights
+    assert weights.observer_kwargs["rounding"] == {"name": "gptq"}
