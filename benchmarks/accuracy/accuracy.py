@@ -70,6 +70,7 @@ ROWS = [
     f"{SIGNED_IMATRIX} + gptq",
     f"{SIGNED_IMATRIX} + gptq(damping=0.3)",
     f"{SIGNED_IMATRIX} + gptq(inputs='quantized', correction=0.5)",
+    "recipe=accurate + gptq",
     "recipe=accurate",
 ]
 #: the most that MiniLM may lose on text of the calibration's kind, with int4 in groups of 64
@@ -267,8 +268,8 @@ def options_of(row: str) -> dict[str, Any]:
     {'observers': {'input': {'name': 'histogram'}}}
     >>> options_of("recipe=fast"), options_of("scheme")
     ({'recipe': 'fast'}, {})
-    >>> options_of("recipe=accurate + gptq(inputs='quantized')")
-    {'recipe': 'accurate', 'rounding': {'name': 'gptq', 'inputs': 'quantized'}}
+    >>> options_of("recipe=accurate + gptq(inputs='quantized', correction=0.25)")
+    {'recipe': 'accurate', 'rounding': {'name': 'gptq', 'inputs': 'quantized', 'correction': 0.25}}
     """
     if row == "scheme":
         return {}

@@ -46,7 +46,7 @@ class Blocks:
     def holds(self, index: int, name: str) -> bool:
         """Whether the module ``name`` of the model is inside the block ``index``.
 
-        :class:`.StepwiseCalibration` asks it to find the planned modules of a block.
+        :class:`.StepwiseCalibration` asks this when a block is finished.
         """
         return name.startswith(f"{self.name}.{index}.")
 
@@ -54,8 +54,8 @@ class Blocks:
 def find_blocks(model: Any) -> tuple[str, nn.ModuleList]:
     """Find the decoder's list of blocks: its only ``ModuleList`` of modules that transformers never splits.
 
-    Called once before a calibration block by block: from files by ``streaming/layerwise.py``, in memory by
-    :mod:`.quantized_inputs`, which looks for another list if this raises.
+    Called once before a calibration block by block from files (``streaming/layerwise.py``), and by
+    :func:`known_blocks` for a model in memory, which looks for another list if this raises.
 
     Args:
         model: a ``PreTrainedModel``. Blocks outside its decoder (a vision tower's) are not searched.

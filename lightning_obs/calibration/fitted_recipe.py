@@ -1,8 +1,9 @@
 """Remove from a recipe, before any data, what the model or the machine cannot do.
 
 A recipe (``recipe="accurate"``) names the choice that lost least in measurements. But not every model can be run
-backward, which token weights need, and not every machine can hold the products ``x x^T`` of every module's inputs,
-which rounding needs. So the user gets as much of the recipe as fits, and a warning says what was left out and why.
+backward, which token weights need, or block by block, which quantized inputs need; and not every machine can hold the
+products ``x x^T`` of every module's inputs, which rounding needs. So the user gets as much of the recipe as fits, and a
+warning says what was left out and why.
 """
 
 from __future__ import annotations
@@ -129,9 +130,9 @@ def _why_no_backward(model: nn.Module, plan: Plan) -> str | None:
 
 
 def _why_no_steps(model: nn.Module, plan: Plan) -> str | None:
-    """Why the model cannot be run block by block, or not in good time; None: nothing speaks against it before the data.
+    """Why the model cannot be run block by block in good time; None: nothing speaks against it before the data.
 
-    What only the data show, :meth:`.KeptRuns.calibrate` finds.
+    Obstacles that only the data show are found by :meth:`.KeptRuns.calibrate`.
     """
     misfit = _why_no_backward(model, plan)
     if misfit is not None:
@@ -175,10 +176,10 @@ def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
 
 
 def memory_of(device: torch.device) -> int:
-    """The memory of a device [bytes]; on a CPU, that of the machine.
+    """The memory of a device [bytes]; for the CPU, that of the machine.
 
-    Asked before the data for the sums of products, and by ``quantized_inputs.py`` for the outputs of a block that it
-    keeps.
+    Asked before the data, for the sums of products, and by :mod:`.quantized_inputs` when the data have run, for the
+    outputs of blocks.
     """
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)

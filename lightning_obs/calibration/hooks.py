@@ -76,14 +76,16 @@ class ObserverHooks:
         attach_further: Callable[[Observation, ExitStack], None] | None = None,
         observes_modules: bool = True,
     ) -> None:
-        """Register all hooks; ``CalibrationSession.attach`` calls this before the data.
+        """Register all hooks.
+
+        ``CalibrationSession.attach`` calls this before the data, and :func:`.observe_kept_calls` before kept calls run.
 
         Args:
             count_calls: count each call of the model as a batch.
             attach_further: called with the observation and a stack, to register hooks after those of the observers;
                 the stack removes these hooks in :meth:`detach`. None: there are no such hooks.
             observes_modules: False: register only the hooks on the whole model. A session that keeps the model's calls
-                observes the modules later, when it runs the calls again.
+                (:attr:`.KeptRuns.observe_modules`) observes the modules later, when it runs the calls again.
 
         Raises:
             CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.

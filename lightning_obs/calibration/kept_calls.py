@@ -38,14 +38,15 @@ class _Call:
 class KeptCalls:
     """Keeps the observed calls of a model, and runs them again; a :class:`.Batches` for a calibration step by step.
 
-    :class:`.KeptRuns` makes one, in a session whose weights are rounded on quantized inputs.
+    :class:`.KeptRuns` makes one, and calls its methods; a session whose weights are rounded on quantized inputs has it.
 
     Args:
         observation: of the model. A call is not kept while ``observation.calls`` is paused.
 
     Attributes:
-        obstacle: why a call could not be kept, where a recipe asks for quantized inputs; else it is an error. The
-            modules of that call and of later ones are observed while the call runs. None: no call has failed so far.
+        obstacle: why a call could not be kept, if a recipe asks for quantized inputs (otherwise that is an error). The
+            modules of that call and of later ones are observed while the call runs. None: all calls could be kept so
+            far. :meth:`.KeptRuns.calibrate` reads it.
     """
 
     def __init__(self, observation: Observation) -> None:
@@ -123,7 +124,10 @@ class KeptCalls:
         return call.mask
 
     def warn_of_calls_left_out(self) -> None:
-        """Warn if some calls did not fit in the memory for kept calls; called before the kept calls run again."""
+        """Warn if some calls did not fit in the memory for kept calls.
+
+        :meth:`.KeptRuns.calibrate` calls this before the kept calls run again.
+        """
         kept = len(self)
         if self.obstacle is None and kept < self._batches.offered:
             warn(
@@ -132,9 +136,14 @@ class KeptCalls:
             )
 
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep one call; a forward pre-hook of the model.
+        """Keep one call; a forward pre-hook of the model, which runs before each call.
 
-        The modules of the call are then not observed, also if there was no room for it: hooks see ``calls.is_kept``.
+        It sets ``calls.is_kept``, so that hooks do not observe the modules during this call, even if there was no room
+        to keep it. :meth:`_end_call` resets the mark.
+
+        Args:
+            model: the model.
+            args, kwargs: of the call.
 
         Raises:
             CalibrationError: an argument cannot be copied, and the user has named the rounding.
@@ -157,11 +166,11 @@ class KeptCalls:
         self._observation.calls.is_kept = True
 
     def _end_call(self, *_: Any) -> None:
-        """Let modules be observed again; a forward hook of the model, which runs after an error, too."""
+        """Let modules be observed again; a forward hook of the model, which runs after each call, failed or not."""
         self._observation.calls.is_kept = False
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    """Call all functions, in order; :meth:`KeptCalls.detach` removes its two hooks by it."""
+    """Call all functions in order; :meth:`KeptCalls.detach` removes its two hooks so."""
     for function in functions:
         function()

@@ -1,9 +1,10 @@
 """Calibrate on quantized inputs while the owner of a model runs it: its calls are kept, and run again step by step.
 
-A recipe asks for quantized inputs where the model can run step by step. What stands in the way may be known before any
-data (:func:`.require_steps_possible`), while data run (parts of the model are called by themselves, arguments cannot be
-copied), or at their end (a run in steps fails). A recipe then does without: the owner's run, and the calls that were
-kept, are observed in full precision, and a warning says why. Where the user has named such a rounding, it is an error.
+A recipe asks for quantized inputs if the model can run step by step. Obstacles may be known before any data
+(:func:`.require_steps_possible`), while data run (the owner calls parts of the model, or an argument cannot be copied),
+or at their end (a run in steps fails). A recipe then goes over to inputs in full precision, with a warning that says
+why: what the owner runs is observed as it runs, and calls that were kept run once more. A rounding that the user has
+named is not changed; there an obstacle is an error.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from lightning_obs.schemes.recipes import Recipe
 class KeptRuns:
     """Keeps the calls of a model, and calibrates by them.
 
-    A :class:`.CalibrationSession` whose plan rounds weights on quantized inputs makes one, and calls its methods in
-    those of the same purpose: before data, at both ends of observing, and to finalize.
+    A :class:`.CalibrationSession` makes one in its constructor if its plan rounds weights on quantized inputs. It calls
+    the methods before data, when it attaches and detaches its hooks, and when it finalizes.
 
     Args:
-        observation: of the model. Its options and observers change if a recipe does without quantized inputs.
-        hooks: of the observation.
+        observation: of the session. Its options and observers change when a recipe goes over to inputs in full
+            precision.
+        hooks: of the session; they measure the token weights of a call before it is kept.
 
     Attributes:
-        are_in_use: whether calls are kept; off for good once a recipe does without quantized inputs.
+        are_in_use: whether calls are kept. False for good once a recipe has gone over to inputs in full precision.
     """
 
     def __init__(self, observation: Observation, hooks: ObserverHooks) -> None:
@@ -43,25 +45,26 @@ class KeptRuns:
 
     @property
     def observe_modules(self) -> bool:
-        """Whether modules are observed while their owner runs them, outside of calls that are kept.
+        """Whether modules get hooks that observe what their owner runs outside of kept calls.
 
-        ``CalibrationSession.attach`` asks it. Under a recipe they are: calls of parts of the model are never kept, and
-        their inputs are needed if the recipe does without quantized inputs at the end.
+        ``CalibrationSession.attach`` asks this before it attaches the hooks. Under a recipe they do: calls of parts of
+        the model cannot be kept, and their inputs are needed if the recipe goes over to inputs in full precision.
         """
         return self.is_of_recipe or not self.are_in_use
 
     @property
     def is_of_recipe(self) -> bool:
-        """Whether a recipe asks for quantized inputs, and may do without them; False: the user has named them.
+        """Whether a recipe asks for quantized inputs, and can go over to full precision; False: the user named them.
 
-        The callbacks ask it before data, this class before each error that a recipe answers by a warning.
+        Asked where an obstacle is an error or a warning: by :class:`.TrainerSession` before data, and by this class.
         """
         return self._observation.options.rounding_is_of_recipe
 
     def require_possible(self) -> None:
-        """Refuse a model that cannot run step by step; a recipe does without quantized inputs there.
+        """Refuse a model that cannot run step by step; under a recipe go over to inputs in full precision instead.
 
-        Called before data, by ``CalibrationSession.begin_run`` and ``CalibrationSession.attach``.
+        Called before data, by ``CalibrationSession.begin_run`` and ``CalibrationSession.attach``: a strategy may have
+        sharded or offloaded the weights since the session was made.
 
         Raises:
             CalibrationError: as :func:`.require_steps_possible`, if the user has named quantized inputs.
@@ -76,10 +79,11 @@ class KeptRuns:
             self.give_up(str(error))
 
     def give_up(self, reason: str) -> None:
-        """Let a recipe do without quantized inputs from now on, with a warning. Every rank must call this.
+        """Let the recipe go over to inputs in full precision for good, with a warning. Every rank must call this.
 
-        Called by :class:`.TrainerSession` for a model without ``forward``, by :meth:`require_possible`, and by
-        :meth:`calibrate`. The plan stays as it is, so that earlier checkpoints can be loaded.
+        Called by :class:`.TrainerSession` before data for a model without ``forward``, by :meth:`require_possible`, and
+        by :meth:`calibrate`. Later results have the label of the rounding that is done. The plan stays, so that the
+        callback's states in earlier checkpoints can be loaded.
 
         Args:
             reason: why weights cannot be rounded on quantized inputs, for the warning.
@@ -92,40 +96,43 @@ class KeptRuns:
         observation.leave_out_input_errors()
 
     def attach(self, forget: bool) -> None:
-        """Keep each call from now on; ``CalibrationSession.attach`` calls this after it has attached the hooks.
+        """Keep each call of the model from now on, unless a recipe has gone over to inputs in full precision.
+
+        ``CalibrationSession.attach`` calls this after it has attached the hooks.
 
         Args:
-            forget: release earlier calls. False: keep them beside the new ones.
+            forget: release the calls that were kept before. False: keep them beside the new ones.
         """
         if self.are_in_use:
             self._calls.attach(self._hooks.token_weights, forget)
 
     def detach(self) -> None:
-        """Keep no further calls; those that are kept stay until :meth:`calibrate`.
+        """Keep no further calls; the kept ones stay until :meth:`calibrate`. ``CalibrationSession.detach`` calls this.
 
-        ``CalibrationSession.detach`` calls this, at any time and any number of times.
+        Nothing happens if no calls are being kept.
         """
         self._calls.detach()
 
     def calibrate(
         self, attempt: Callable[[], AbstractContextManager[None]], *, weights: bool, activations: bool
     ) -> CalibrationResult:
-        """Compute all qparams by the kept calls, or by what was observed; then release the calls.
+        """Compute and write qparams from the kept calls, run in steps, or from what was observed; release the calls.
 
-        ``CalibrationSession.finalize`` calls this when the data have run. Every rank must call it.
+        ``CalibrationSession.finalize`` calls this when the data have run. Every rank must call it. Under a recipe, if a
+        call could not be kept or the run in steps fails on some rank, the kept calls are observed in full precision.
 
         Args:
-            attempt: makes the context in which the kept calls run in steps: after an error in it, the modules have the
-                qparams from before.
-            weights: as of :func:`.finalize`. Runs in steps compute all qparams in any case.
-            activations: as of :func:`.finalize`, likewise.
+            attempt: makes the ``with`` block in which a recipe's kept calls run in steps. If the block raises, it must
+                give the modules the qparams from before.
+            weights: False: do not observe the weights, as in :func:`.finalize`. A run in steps always observes them.
+            activations: False: require no data, as in :func:`.finalize`. A run in steps always requires data.
 
         Returns:
             The result; its ``seconds`` are for the caller to add.
 
         Raises:
-            CalibrationError: as :func:`.finalize`; and as :func:`.calibrate_on_quantized_inputs`, if the user has named
-                quantized inputs or data are missing.
+            CalibrationError: as :func:`.finalize`; as :func:`.calibrate_on_quantized_inputs` if data are missing, or if
+                the user has named quantized inputs.
         """
         observation = self._observation
         if not self.are_in_use:
@@ -151,11 +158,14 @@ class KeptRuns:
         return finalize(observation, weights, activations)
 
     def _in_steps(self) -> CalibrationResult:
-        """Run the kept calls block by block, and compute all qparams on quantized inputs."""
+        """Run the kept calls block by block, and compute all qparams on quantized inputs; :meth:`calibrate` does so."""
         return calibrate_on_quantized_inputs(self._observation, self._calls, self._calls.token_weights)
 
     def _obstacle_on_any_rank(self) -> str | None:
-        """Why the calls that ran cannot be run again in steps, by the first rank that has a reason; None: they can."""
+        """Why what ran cannot be run again in steps, as the first rank with a reason says; None: it can on all ranks.
+
+        Under a recipe, :meth:`calibrate` asks this before the kept calls run in steps.
+        """
         obstacle = self._calls.obstacle
         if obstacle is None and self._observation.calls.measurements:
             obstacle = (
@@ -165,7 +175,10 @@ class KeptRuns:
         return next(filter(None, self._observation.collectives.gather_object(obstacle)), None)
 
     def _forget_statistics(self) -> None:
-        """Forget what a failed run in steps has observed, but not how many batches the owner has run."""
+        """Forget what a failed run in steps has observed, but not how many batches the owner has run.
+
+        :meth:`calibrate` calls this before the kept calls are observed in full precision.
+        """
         batches = self._observation.calls.batches
         self._observation.forget()
         self._observation.calls.batches = batches

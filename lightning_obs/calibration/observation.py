@@ -158,7 +158,8 @@ class Observation:
     def rounds_on_quantized_inputs(self) -> bool:
         """Whether some weight is rounded on the inputs that the quantized modules before it give.
 
-        Then the session keeps the calls of the model in place of observing them.
+        Asked when a session or a calibration layer by layer is made. The session then keeps the calls of the model, to
+        run them again in steps.
         """
         return rounds_on_quantized_inputs(self.plan.config)
 
@@ -213,7 +214,10 @@ class Observation:
         return counts_of_modules
 
     def forget(self) -> None:
-        """Forget all statistics and counts; a session calls this when it attaches anew."""
+        """Forget all statistics and counts.
+
+        A session calls this when it attaches anew, and :meth:`.KeptRuns.calibrate` when a run in steps has failed.
+        """
         self.calls.batches = 0
         self.calls.measurements = 0
         for observer in self.all_observers:
@@ -231,8 +235,8 @@ class Observation:
     def leave_out_input_errors(self) -> None:
         """Remove the observers of input errors, and the hold-outs: no fit is judged by what is observed from now on.
 
-        Called by :meth:`.KeptRuns.give_up`, once a recipe rounds weights by inputs in full precision: before the data,
-        or at their end, before the kept calls run once more.
+        Called by :meth:`.KeptRuns.give_up` when a recipe goes over to inputs in full precision: before the data, or at
+        their end, before the kept calls run once more.
         """
         self.hold_outs.clear()
         for key in list(self.data_observers):

@@ -224,16 +224,17 @@ class CalibrationOptions:
     def rounding_is_of_recipe(self) -> bool:
         """Whether a recipe, and not the user, says how weights are rounded.
 
-        Asked where a rounding on quantized inputs fails: a recipe does without, a rounding that the user named is an
-        error.
+        Asked where a rounding on quantized inputs cannot be done (:mod:`.kept_runs`, :mod:`.kept_calls`,
+        :mod:`.quantized_inputs`): a recipe then does without; if the user has named the rounding, it is an error.
         """
         return self.recipe is not None and self.rounding is None and not self.names_weight_observer
 
     def with_recipe(self, change: Callable[[Recipe], Recipe]) -> CalibrationOptions:
         """These options with ``change(recipe)`` as their recipe; the same options if they have no recipe.
 
-        Called by ``QuantizationAwareTraining`` when weights are trained, and by ``calibrate_layerwise``, to remove the
-        part of a recipe that they cannot use (rounding; token weights).
+        Called to remove a part of a recipe that cannot be used: by ``QuantizationAwareTraining`` (the rounding if it
+        trains weights, quantized inputs if it trains scales), by ``calibrate_layerwise`` (token weights), and by
+        :meth:`.KeptRuns.give_up` (quantized inputs).
         """
         return self if self.recipe is None else replace(self, recipe=change(Recipe.of(self.recipe)))
 

@@ -1,8 +1,9 @@
 """Calibrate a model in memory on quantized inputs, from calls that were kept while the user's code ran the model.
 
-:meth:`.KeptRuns.calibrate` comes here when a session finalizes whose weights are rounded on quantized inputs
+Called by :meth:`.KeptRuns.calibrate` when a session finalizes whose weights are rounded on quantized inputs
 (``recipe="accurate"``, or ``rounding={"name": "gptq", "inputs": "quantized"}``). The steps are in :mod:`.stepwise`;
-this file finds the model's blocks, and leaves the model's modes, caches and random numbers as they were.
+this file finds the model's blocks, takes as many calls as fit in memory, and leaves the model's modes, caches and
+random numbers as they were.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import shares_in_float
 
-#: of the memory of the machine, what the outputs of a block may take that are kept for the next
+#: the share of the machine's memory that the outputs of a block may take, which are kept for the next block
 _SHARE_OF_MEMORY = 0.25
 
 
@@ -42,8 +43,8 @@ def calibrate_on_quantized_inputs(
 ) -> CalibrationResult:
     """Calibrate all planned modules step by step, and write their qparams. Every rank must call this.
 
-    ``CalibrationSession.finalize`` calls this in place of :func:`.finalize` if weights are rounded on quantized inputs.
-    Afterwards the model's training mode, its buffers and the random number generators are as before.
+    :meth:`.KeptRuns.calibrate` calls this in place of :func:`.finalize` when the data have run. Afterwards the model's
+    training mode, its buffers and the random number generators are as before.
 
     Args:
         observation: of the model, without statistics.
@@ -54,9 +55,9 @@ def calibrate_on_quantized_inputs(
         The result; its ``seconds`` are for the caller to add.
 
     Raises:
-        CalibrationError: data are missing or not finite, or some rank failed, as in :func:`.finalize`. Under a recipe, also
-            if the model cannot be run block by block. Some qparams may have been written by then; the caller restores
-            the earlier ones.
+        CalibrationError: data are missing or not finite, or some rank failed, as in :func:`.finalize`. Under a recipe,
+            also if the model cannot be run block by block. Some qparams may have been written by then; the caller
+            restores the earlier ones.
     """
     model = observation.model
     observation.skipped = set()
@@ -81,10 +82,10 @@ def calibrate_on_quantized_inputs(
 @torch.inference_mode(False)
 @torch.no_grad()
 def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: ObserverHooks) -> None:
-    """Run kept calls once more, and observe the inputs of all modules, in full precision. Every rank must call this.
+    """Run the kept calls once more in full precision, and observe all planned modules. Every rank must call this.
 
-    :meth:`.KeptRuns.calibrate` calls this at the end of the data, if a recipe cannot round weights on quantized inputs
-    after all. Modes, buffers and random numbers of the model are as before.
+    :meth:`.KeptRuns.calibrate` calls this when the data have run, if a recipe cannot round weights on quantized inputs
+    after all. Afterwards the model's training mode, its buffers and the random number generators are as before.
 
     Args:
         observation: of the model; what is observed is added to the statistics that it has.
@@ -92,7 +93,7 @@ def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: O
         hooks: of the observation, detached; they are detached again afterwards.
 
     Raises:
-        CalibrationError: the model fails on some rank, or as the hooks.
+        CalibrationError: a call fails on some rank, or token weights cannot be measured.
     """
     model = observation.model
     observation.calls.is_paused = False
@@ -116,6 +117,8 @@ def _device_of(model: nn.Module) -> torch.device | None:
 class _FirstBatches:
     """The first ``count`` of some batches; a :class:`.Batches` for :class:`.StepwiseCalibration`.
 
+    Made by :func:`_that_fit` before the steps, if the outputs of all batches would take too much memory.
+
     Attributes:
         batches: all batches of this rank.
         count: how many of them run.
@@ -138,13 +141,17 @@ class _FirstBatches:
 
 
 def _that_fit(batches: Batches, size: int) -> Batches:
-    """The first batches whose outputs fit in a quarter of the memory; a warning says how many, unless all do.
+    """The first batches whose outputs fit in a quarter of the machine's memory; a warning says how many if not all do.
 
-    Called before the steps, which keep two outputs of a block for each batch, in full precision and quantized.
+    :func:`calibrate_on_quantized_inputs` calls this before the steps. They keep two outputs of a block for each batch,
+    one in full precision and one of the quantized blocks.
 
     Args:
         batches: of this rank.
-        size: of a block's output for one batch [bytes]; 0: not known, and all batches run.
+        size: of a block's largest output for one batch [bytes]; 0: there are no blocks, and nothing is kept.
+
+    Returns:
+        ``batches`` itself if all fit; at least one batch.
     """
     if not size:
         return batches
@@ -176,16 +183,16 @@ def _without_caches(model: nn.Module) -> Iterator[None]:
 def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[Blocks, int]:
     """The blocks of the model, if running block by block gives the model's output on all ranks.
 
-    Otherwise the result has no blocks: the model then runs as a whole for each step, which takes longer. Every rank
-    must call this, before the steps.
+    Otherwise the result has no blocks: the model then runs as a whole for each step, which takes longer.
+    :func:`calibrate_on_quantized_inputs` calls this before the steps, on every rank.
 
     Returns:
         The blocks, and the size of a block's largest output for the first batch on this rank [bytes]; 0 without blocks
         or batches.
 
     Raises:
-        CalibrationError: a recipe asks for quantized inputs, and the model would run as a whole, in a time that grows
-            with the square of its depth.
+        CalibrationError: a recipe asks for quantized inputs, and the model cannot be run block by block. As a whole it
+            would take a time that grows with the square of its depth.
     """
     model = observation.model
     collectives = observation.collectives
@@ -203,10 +210,18 @@ def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[
 
 
 def _size_of_outputs(model: nn.Module, blocks: Blocks, batches: Batches) -> int | None:
-    """Run the first batch block by block, each from the output of the one before, and return the largest output's size.
+    """Try to run the first batch block by block, each block from the kept output of the block before.
+
+    :func:`_blocks_that_run_alone` calls this once. The outputs of two runs count as the same up to rounding
+    (``allclose``): kernels may differ from run to run.
+
+    Args:
+        model: in its present state.
+        blocks: of the model.
+        batches: of this rank, not empty.
 
     Returns:
-        The size of a block's largest output [bytes]; None: run so, the model fails or gives another output.
+        The size of the largest output of a block [bytes]; None: the model fails, or its output is another one.
     """
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)

@@ -72,8 +72,8 @@ class CalibrationSession:
 
     Attributes:
         model: the calibrated model, without wrappers.
-        options: of the calibration; parts of a recipe that the model cannot run are left out. What a recipe does
-            without later on is said by a warning; ``observation.options`` and ``result.scheme`` lack it.
+        options: of the calibration; parts of a recipe that the model cannot run are left out. If that shows only while
+            the data run, the part is left out here when the session finalizes.
         label: short name of scheme and rounding, by ``options``.
         plan: the modules that will be quantized.
         engines: by engine's name, its verdict on the checkpoint.
@@ -81,7 +81,7 @@ class CalibrationSession:
         data_observers: the observers that observe data: those of the plan that need data, and helper observers.
         observation: the record of what was observed. Others may read it; only the session's methods change it.
         kept_runs: keeps the model's calls and runs them again step by step, for a rounding on quantized inputs. None:
-            no weight is rounded so.
+            the plan has no such rounding.
         result: of the last calibration; None before its end.
 
     Raises:
@@ -170,8 +170,8 @@ class CalibrationSession:
                 in full precision, with a warning.
 
         Raises:
-            CalibrationError: the model cannot run block by block, and the user has named a rounding on quantized
-                inputs. Under a recipe it is a warning.
+            CalibrationError: the user has named a rounding on quantized inputs, and the model cannot run block by
+                block. Under a recipe that is a warning.
         """
         self.observation.collectives = collectives
         self.observation.is_fitting = is_fitting
@@ -239,7 +239,8 @@ class CalibrationSession:
                 of a tensor are not computed again by the other.
 
         Raises:
-            CalibrationError: the model cannot run backward, or block by block, as the options need it.
+            CalibrationError: the options need a model that can be run backward, or block by block, and this one cannot.
+                Under a recipe that is a warning.
         """
         self.detach()
         if self.kept_runs is not None:
@@ -330,7 +331,8 @@ class CalibrationSession:
 
         Called at the end of ``with session:``, by the callbacks at the end of a validation, by quantized training when
         an observation ends or weights have changed, and by ``sensitivity`` for each candidate. If weights are rounded
-        on quantized inputs, this runs the kept calls of the model, and computes all qparams whatever the arguments say.
+        on quantized inputs, this runs the kept calls of the model, and computes all qparams whatever the arguments say
+        (:meth:`.KeptRuns.calibrate`).
         Every rank must call it.
 
         Args:
@@ -352,6 +354,8 @@ class CalibrationSession:
                 result = self.kept_runs.calibrate(self._written.replacing, weights=weights, activations=activations)
         result.seconds = time.perf_counter() - started
         self.result = result
+        self.options = self.observation.options  # a recipe may have gone over to inputs in full precision
+        self.label = self.options.label
         if activations:
             self._observing_since = None
         warn_of_borrowed_ranges(result)

@@ -53,8 +53,8 @@ _CPU = torch.device("cpu")
 class Batches(Protocol):
     """The calibration batches of this rank, each of which can be run any number of times.
 
-    A protocol: :class:`.KeptCalls` and ``FileBatches`` (``streaming/blocks.py``) have these methods, and
-    :class:`StepwiseCalibration` calls them.
+    A protocol: :class:`.KeptCalls`, the first few of them (:mod:`.quantized_inputs`), and ``FileBatches``
+    (``streaming/blocks.py``) have these methods, and :class:`StepwiseCalibration` calls them.
     """
 
     def __len__(self) -> int:
@@ -78,7 +78,7 @@ class Batches(Protocol):
 def require_steps_possible(observation: Observation) -> None:
     """Raise a CalibrationError for a model or a plan that cannot be calibrated step by step.
 
-    Called before any data: by a session when a run begins and when it attaches, and by ``calibrate_layerwise``.
+    Called before any data: by :meth:`.KeptRuns.require_possible`, and by ``calibrate_layerwise``.
 
     Raises:
         CalibrationError: weights are in shards or offloaded; the model has experts; the plan quantizes attention states

@@ -49,7 +49,7 @@ class Results:
 
     Args:
         trainer_session: holds the session.
-        label: the label of the callback's scheme; the report's title.
+        label: the label of the callback's scheme; the report's title where observers are chosen.
         log: whether the Trainer's loggers get the results; None: if there are loggers.
         quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
@@ -290,8 +290,10 @@ class Results:
         source = self._source
         if source is not self:
             return source.facts(**facts)
-        gathered = known_facts(self.trainer_session.require_calibrated())
-        gathered["title"] = self._label
+        session = self.trainer_session.require_calibrated()
+        gathered = known_facts(session)
+        # of the session: without parts of a recipe that were left out; once observers are chosen it names no preset
+        gathered["title"] = session.label if self._auto is None else self._label
         gathered["checkpoint"] = self.checkpoint_folder
         gathered["files"] = self.files
         gathered["drift"] = self.drift

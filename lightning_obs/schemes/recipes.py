@@ -61,14 +61,16 @@ class WeightChoice:
     def rounds_on_quantized_inputs(self) -> bool:
         """Whether the weight is rounded by the inputs that the quantized modules before it give.
 
-        Asked when a recipe is fitted to a model, before any data.
+        Asked before any data, because such a rounding needs a model that can be run block by block
+        (``calibration/fitted_recipe.py``).
         """
         return self.rounding is not None and RoundingOptions.of(self.rounding).on_quantized_inputs
 
     def with_inputs_in_full_precision(self) -> WeightChoice:
         """The choice with a rounding by inputs in full precision in place of one on quantized inputs.
 
-        A choice that has none stays. :meth:`Recipe.without_quantized_inputs` applies it to each kind of weights.
+        A choice without such a rounding is returned as it is. :meth:`Recipe.without_quantized_inputs` calls this for
+        each kind of weights.
         """
         if self.rounding is None or not self.rounds_on_quantized_inputs:
             return self
@@ -190,8 +192,8 @@ class Recipe:
     def without_quantized_inputs(self) -> Recipe:
         """The recipe for models that cannot be run block by block: weights are rounded by inputs in full precision.
 
-        Taken when a recipe is fitted to a model, when a session finds that the kept calls cannot run in steps, and by
-        quantized training of scales, whose start has to be in full precision.
+        Called before any data for such a model; by a session that finds out later (``calibration/kept_runs.py``); and
+        by :class:`~lightning_obs.QuantizationAwareTraining` when it is made, if it trains scales.
         """
         return self.with_weights(WeightChoice.with_inputs_in_full_precision)
 

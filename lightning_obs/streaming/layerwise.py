@@ -187,7 +187,9 @@ class _LayerwiseRun:
             self._stepwise = StepwiseCalibration(session.observation, known_blocks, file_batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
-        run_facts = {"inputs": runs.inputs, "token_mask": runs.token_mask, "device": self._device.type}
+        run_facts = {"token_mask": runs.token_mask, "device": self._device.type}
+        if self._stepwise is None:
+            run_facts["inputs"] = runs.inputs  # steps make no use of it
         self._finished = FinishedBlocks(
             unfinished, source, facts_of_run(source, session.observation, batches, run_facts)
         )

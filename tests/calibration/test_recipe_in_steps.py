@@ -9,12 +9,15 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import (
+    CalibrationCallback,
     CalibrationError,
     CalibrationSession,
     CalibrationWarning,
@@ -22,6 +25,7 @@ from lightning_obs import (
     linearize_experts,
 )
 from lightning_obs.calibration import quantized_inputs
+from tests.callbacks.calibration_modules import trainer
 from tests.support.moe_models import tiny_moe
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
@@ -68,7 +72,7 @@ def test_parts_that_the_steps_call_are_observed_as_they_run():
         pytest.warns(CalibrationWarning, match=rf"{IN_FULL_PRECISION}: parts of LlamaForCausalLM .*module=\.\.\."),
     ):
         session, rounded = calibrated(call_part)
-    assert session.result.scheme.endswith("+ gptq")
+    assert session.result.scheme == session.label == "int4 group 16 weights + gptq"
     with pytest.warns(CalibrationWarning, match="all tokens count alike"):
         assert torch.equal(rounded, calibrated(call_part, rounding="gptq")[1])
 
@@ -126,6 +130,43 @@ def test_batches_whose_outputs_do_not_fit_are_not_observed(monkeypatch):
             model(input_ids=tokens)
 
     assert torch.equal(rounded, calibrated(call_first)[1])
+
+
+class Parts(L.LightningModule):
+    """Its step calls the layers, not the module itself, which has no ``forward``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.layers = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+
+    def validation_step(self, batch, _):
+        self.log("loss", self.layers(self.first(batch)).square().mean())
+
+
+class Whole(Parts):
+    """It has a ``forward`` that its step does not call."""
+
+    def forward(self, x):
+        return self.layers(self.first(x))
+
+
+@pytest.mark.parametrize(
+    ("module_class", "reason"),
+    [(Parts, r"Parts has no forward\(\)"), (Whole, r"parts of Whole were called by themselves.*module=\.\.\.")],
+)
+def test_the_report_of_a_callback_names_the_rounding_that_was_done(module_class, reason):
+    callback = CalibrationCallback(INT4, recipe="accurate")
+    assert callback.label.endswith("gptq on quantized inputs")
+    batches = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).split(4)
+    with (
+        pytest.warns(CalibrationWarning, match="all tokens count alike"),
+        pytest.warns(CalibrationWarning, match=f"{IN_FULL_PRECISION}: {reason}"),
+    ):
+        trainer(callback).validate(module_class(), DataLoader(batches, batch_size=None), verbose=False)
+    assert callback.result.scheme == "int4 group 16 weights + gptq"
+    assert callback.results.facts().title.startswith("int4 group 16 weights + gptq")
+    assert "quantized inputs" not in callback.results.facts().title
 
 
 class Layers(nn.Module):

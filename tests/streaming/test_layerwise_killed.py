@@ -98,13 +98,13 @@ def test_a_run_that_goes_on_loads_only_what_is_not_finished(scheme, options, tmp
     assert sums(tmp_path / "out") == sums(expected)
 
 
-def stopped_in_the_second_block(source, out):
+def stopped_in_the_second_block(source, out, scheme="FP8", options=STATIC):
     def stop(name, done, total):
         if name.startswith("model.layers.1."):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        calibrate_layerwise(source, make_batches(), "FP8", out, **STATIC, runs=BlockRuns(progress=stop))
+        calibrate_layerwise(source, make_batches(), scheme, out, **options, runs=BlockRuns(progress=stop))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +124,15 @@ def test_other_data_or_options_than_those_of_the_killed_run_are_refused(batches,
     with pytest.raises(CalibrationError, match=message):
         calibrate_layerwise(source, make_batches(batches), scheme, out, **{**STATIC, **options}, runs=BlockRuns(**runs))
     assert not out.exists()
+
+
+def test_a_killed_run_on_quantized_inputs_goes_on_with_other_inputs_of_blocks_which_it_does_not_use(tmp_path):
+    source, out = tiny_llama(tmp_path / "llama"), tmp_path / "out"
+    options = {"ignore": IGNORE, **ON_QUANTIZED_INPUTS}
+    stopped_in_the_second_block(source, out, "W4A16", options)
+    calibrate_layerwise(source, make_batches(), "W4A16", out, **options, runs=BlockRuns(inputs="quantized"))
+    calibrate_layerwise(source, make_batches(), "W4A16", tmp_path / "whole", **options)
+    assert sums(out) == sums(tmp_path / "whole")
 
 
 def test_a_copy_of_the_checkpoint_is_as_good_as_the_one_that_the_killed_run_read(tmp_path):

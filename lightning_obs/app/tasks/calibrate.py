@@ -180,9 +180,11 @@ class Calibrate(Task):
     def label(self) -> str:
         """Return the name of the result: its scheme and the step that the task has added.
 
-        :meth:`report` calls it for the title of the page, and :meth:`row` for a comparison.
+        :meth:`report` calls it for the title of the page, and :meth:`row` for a comparison. Parts of a recipe that were
+        left out are not in the name.
         """
-        return self.job.callback.label
+        assert self.result is not None  # the model was calibrated
+        return self.result.scheme
 
     def report_facts(self) -> dict[str, Any]:
         """Return the task's facts for the report, by the names of the fields of ``Report``; :meth:`report` calls it."""
