@@ -107,8 +107,8 @@ class CalibrationOptions:
             measurements, and needs data and memory for products of inputs; ``"fast"``, which chooses weights without
             data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors for which the recipe has no
             choice stay as the scheme says; ``observers`` and ``rounding`` take precedence over it. What a model cannot
-            run is left out, with a warning before any data. A fit that trains the weights uses the recipe's scales
-            without its rounding.
+            run is left out, with a warning: before any data, or, of a rounding on quantized inputs, perhaps at their
+            end. A fit that trains the weights uses the recipe's scales without its rounding.
 
     Attributes:
         config: the one ``QuantizationConfig`` that follows from scheme, targets, ignore, observers, kv_cache, rounding

@@ -124,8 +124,8 @@ class CalibrationCallback(SessionCallback):
             up for. Default: None, as the scheme says; else the nearest integers.
         recipe (str | dict | None): observers and rounding under one word: ``"accurate"``, the least loss, which needs
             data and memory for products of inputs; ``"fast"``, which chooses weights without data. What ``observers``
-            and ``rounding`` name comes before it; what the model cannot run is left out, with a warning before any
-            data. Default: None, as the scheme says.
+            and ``rounding`` name comes before it; what the model cannot run is left out, with a warning: before any
+            data, or, of a rounding on quantized inputs, perhaps at their end. Default: None, as the scheme says.
 
     Raises:
         CalibrationError: by the constructor for a wrong option; before the first batch for targets, shapes or devices;

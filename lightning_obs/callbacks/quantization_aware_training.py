@@ -131,8 +131,8 @@ class QuantizationAwareTraining(SessionCallback):
         recipe (str | dict | None): observers and rounding under one word: ``"accurate"``, the least loss, which needs
             data and memory for products of inputs; ``"fast"``, which chooses weights without data. What ``observers``
             and ``rounding`` name comes before it; what the model cannot run is left out, with a warning before any
-            data. Trained weights take its
-            scales without its rounding. Default: None, as the scheme says.
+            data. Trained weights take its scales without its rounding; with ``train="scales"`` weights are rounded by
+            inputs in full precision. Default: None, as the scheme says.
 
     Raises:
         CalibrationError: by the constructor for wrong arguments; when fit starts, for a precision whose weights are
