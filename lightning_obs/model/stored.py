@@ -2,6 +2,10 @@
 
 A code is the stored number of one weight: an integer, or the bits of a small float. ``onnx/`` and the other writers
 read them here; ``checkpoint/`` computes the same codes a block of rows at a time, as compressed-tensors packs them.
+
+A *program* is a file of ``torch.export`` (``program/``). A *rounding* is the choice of a weight's codes by finalize
+(GPTQ), or by fine-tuning for scales in float8. It is the module's attribute ``weight_rounded`` (``ROUNDED``): levels
+``(R, C)``, integers in int8 or numbers of the format in float8.
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
 
     Args:
         module: a calibrated module whose weight is whole on this rank. LoRA adapters beside the weight are a part of
-            the weight.
+            the weight: they are added to it here, and were added to it before a rounding.
 
     Returns:
         None where the module's scheme does not quantize the weight.
@@ -88,7 +92,7 @@ def stored_weight(module: nn.Module) -> StoredWeight | None:
     args, scale, zero_point, global_scale = weight_range
     levels = read_qparams(module).get(ROUNDED)
     matrix: torch.Tensor | None
-    if levels is not None and args.type == QuantizationType.INT:
+    if levels is not None and args.type == QuantizationType.INT:  # the levels are the codes
         return StoredWeight(levels.to(torch.int8), weight_range)
     if levels is not None:  # of a small float the levels are its numbers, and the codes are their bits
         matrix = dequantize(levels, scale, zero_point, args, global_scale=global_scale)

@@ -40,9 +40,10 @@ from lightning_obs.ranks.collectives import all_ranks_answer
 def register_surroundings(model: nn.Module) -> None:
     """Note on the marks of a model's modules which wrapper of FSDP1, hook of accelerate or LoRA layer they belong to.
 
-    A session calls it for the model that it calibrates, before it makes a plan. Marks are not copied, so a function
-    that may be given a copy of a calibrated model calls this before it reads weights. (A model under FSDP1 cannot be
-    copied.)
+    A mark (:mod:`.mark`) is the record that this package keeps on a module. A session calls this function for the model
+    that it calibrates, before it makes a plan. Copies of a model have no marks, so ``changed_since`` and
+    ``refuse_unmerged`` (:mod:`.module_qparams`), which exports call, call it again before they read weights. (A model
+    under FSDP1 cannot be copied.)
 
     Raises:
         CalibrationError: FSDP1 shards parameters in a way that calibration does not support
@@ -64,10 +65,14 @@ def register_shards(root: nn.Module) -> None:
 
 
 def stay_put(root: nn.Module) -> Callable[[], None]:
-    """Let ``root.to``, ``cpu``, ``half``... skip dispatched submodules, or refuse to cast them.
+    """Make ``root.to``, ``cpu``, ``half``... leave dispatched modules where they are.
 
-    Returns a function that restores the old behaviour. The callbacks call it for the length of a run, and the command
-    line for a model that it has loaded.
+    A dispatched module is one whose tensors accelerate or compressed-tensors moves (:mod:`.offload`). From now on its
+    tensors are not moved, and a change of their dtype is a CalibrationError. All other modules are converted as before.
+    The callbacks call this for the length of a run, and the command line for a model that it has loaded.
+
+    Returns:
+        A function that restores the old behaviour.
     """
 
     def apply(conversion: Conversion, recurse: bool = True) -> nn.Module:
@@ -85,7 +90,8 @@ def stay_put(root: nn.Module) -> Callable[[], None]:
 def whole_shape(module: nn.Module, name: str = "weight") -> torch.Size | None:
     """The shape of one of the module's own tensors, unsharded; None without such a tensor.
 
-    Asked while a model is planned and where formats or layers are checked: the tensor is not loaded or gathered.
+    Asked while a model is planned (``schemes/``), by the ONNX writer and ``forward/tracing.py`` for the kind of a
+    layer, by ``moe/experts.py`` and by the report. The tensor is neither loaded (:data:`.at_rest`) nor gathered.
     """
     if not isinstance(getattr(module, name, None), torch.Tensor):
         return None
@@ -134,7 +140,8 @@ def _fsdp_places_of(module: nn.Module) -> dict[str, Place]:
 def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
     """The wrapper of FSDP1 that shards the module's own parameters; None if they are not sharded by FSDP1.
 
-    Called before weights are gathered, since those of one unit are gathered together, and while a model is planned.
+    A *unit* is such a wrapper with all weights that it gathers together. Called by :func:`whole_unit`, :func:`by_unit`
+    and ``calibration/sharded_weights.py`` before weights are gathered, and by the checks of ``schemes/build_plan.py``.
     """
     for place in _fsdp_places_of(module).values():
         return place.unit
@@ -145,7 +152,9 @@ def unit_of(module: nn.Module) -> FullyShardedDataParallel | None:
 def in_shards(module: nn.Module) -> bool:
     """Whether this rank holds a part of the module's own parameters only (FSDP2, tensor parallelism, FSDP1).
 
-    Asked by what needs whole weights: copies, quantized inputs, some exports.
+    Asked before work that needs whole weights: GGUF files, traced graphs, sensitivities, learned scales and a
+    calibration block by block (``calibration/stepwise.py``) cannot take such modules. If a model has one, all ranks
+    take part in its export. No tensor is loaded (:data:`.at_rest`).
     """
     return any(place_of(module, name).groups for name, _ in module.named_parameters(recurse=False))
 
@@ -185,9 +194,10 @@ def identities(model: nn.Module) -> dict[str, Hashable]:
 
 @at_rest()
 def model_bytes(model: nn.Module) -> int:
-    """Bytes of parameters and buffers; tied tensors count once.
+    """Bytes of parameters and buffers; tied tensors count once, and packed weights as if they were decompressed.
 
-    Called for the sizes in a report and for the warning that an export is not smaller.
+    So it is the size of the model before quantization. Called for the sizes in a report, and for the warning that an
+    export is not smaller than the model. No tensor is loaded (:data:`.at_rest`).
     """
     tensors: dict[str, torch.Tensor] = {}
     tensors.update(model.named_parameters(remove_duplicate=False))
@@ -235,15 +245,21 @@ def whole_unit(module: nn.Module) -> Iterator[None]:
 
 
 def by_unit(modules: Iterable[nn.Module]) -> list[list[nn.Module]]:
-    """Modules in lists, each of which one :func:`whole_unit` makes whole, in the order of their first modules.
+    """Group modules by what is gathered or loaded together: one :func:`whole_unit` makes a whole group readable.
 
-    Called before weights are read one after the other, so that each unit is gathered once.
+    A group has the modules of one unit of FSDP1; or the modules that one hook of accelerate brings in; or one module.
+    Called where weights are read one after the other, so that each unit is gathered once: for checksums
+    (:mod:`.module_qparams`), for searches (``calibration/sharded_weights.py``), by the writer of checkpoints
+    (``checkpoint/entries.py``).
+
+    Returns:
+        Lists of modules, in the order of their first modules.
     """
     units: dict[nn.Module, list[nn.Module]] = {}
     for module in modules:
         key: nn.Module | None = unit_of(module)
         if key is None:
-            key = brought_in_by(module) if is_dispatched(module) else module
+            key = brought_in_by(module) if is_dispatched(module) else module  # the module that has the hook
         units.setdefault(key, []).append(module)
     return list(units.values())
 
@@ -312,6 +328,9 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
     """Gather a sharded DTensor; every rank must call this. Any other tensor is returned detached, but not copied.
 
     Called when a weight is made whole for finalize, or written to a checkpoint.
+
+    Raises:
+        CalibrationError: another rank ended, or did not call this in time.
     """
     value = value.detach()
     if not isinstance(value, DTensor):
@@ -334,7 +353,7 @@ def whole_tensor(value: torch.Tensor) -> torch.Tensor:
 def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
     """This rank's part of one of the module's tensors, adapters merged into a weight.
 
-    Called for each tensor whose checksum is computed; the checksums of the ranks' parts are added up.
+    ``checksums`` (:mod:`.module_qparams`) calls it for each tensor; the checksums of the ranks' parts are added up.
 
     Returns:
         The part, and the index of its first element in the flattened whole. A shard that is no run of rows comes as a
@@ -359,7 +378,9 @@ def part_here(module: nn.Module, name: str) -> tuple[torch.Tensor, int]:
 def reshard(model: nn.Module) -> None:
     """Free the parameters that FSDP2 gathered for a forward; FSDP2 itself leaves the outermost module gathered.
 
-    Called after the model has run and before its weights are read.
+    Called after the model has run and before its weights are read: by ``remember`` and ``changed_since``
+    (:mod:`.module_qparams`), by finalize, by the callbacks at the end of a validation and before an export, and by
+    ``report/layer_errors.py``.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

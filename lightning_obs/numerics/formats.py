@@ -31,7 +31,8 @@ class NumberFormat(NamedTuple):
             patterns.
         dtype: torch's dtype of exactly these numbers; None: torch has no such dtype.
         mx_mantissa: for MX, where a scale is a power of two: number of mantissa bits to which compressed-tensors rounds
-            the largest magnitude before it takes the power of two.
+            the largest magnitude before it takes the power of two. The CPU's search (``search/lane_scales.py``) reads
+            it. float8_e4m3fn keeps the default, because compressed-tensors rounds magnitudes for MXFP8 as for FP4.
     """
 
     bits: int

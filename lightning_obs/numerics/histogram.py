@@ -224,7 +224,7 @@ def candidate_divergences(
     For each candidate, P holds the counts inside the range, and the counts outside are added to its outermost bins. Q
     holds the counts inside only: those of all bins that quantize to one level are summed, and the sum is spread over
     these bins again, in proportion to the width of the occupied bins. The divergence is ``sum P log(P / Q) - P + Q``,
-    over the number of all counted values; it is infinite if no value lies inside.
+    divided by the number of values that are not zero; it is infinite if no value lies inside.
 
     Migacz normalises Q to the sum of P. Where a small share s of the values is clipped, that changes the divergence by
     ``s ** 2 / 2``. But with that normalisation a range with one occupied bin inside has P = Q = 1, so it would be
@@ -241,7 +241,7 @@ def candidate_divergences(
         args: the number format.
 
     Returns:
-        ``(C,)`` in float64.
+        ``(C,)`` in float64; zeros if all values are zero.
 
     Reference:
         Migacz, 8-bit Inference with TensorRT, GTC 2017.

@@ -65,19 +65,21 @@ def flatten_for_calibration(
     Called by an observer for each tensor that it gets, before its statistics are measured, and by plans and reports for
     the shape of a module's scales.
 
-    ==============  ==============================  =====================================  =================
-    base name       strategy                        result                                 qparam_shape
-    ==============  ==============================  =====================================  =================
-    weight (R, C)   tensor                          (1, 1, R*C)                            (1,)
-    weight          channel                         (1, R, 1, C)                           (R, 1)
-    weight          group, tensor_group             (1, R, C/g, g)                         (R, C/g)
-    weight          block (h, w)                    (1, ceil(R/h), ceil(C/w), h*w)         (R/h, C/w) up
-    input, output   tensor                          (N, 1, C)                              (1,)
-    input, output   token                           (N, 1, C), the range of each token     (1,)
-    input, output   group, tensor_group             (N, C/g, g)                            (C/g,)
-    q, k, v         tensor                          (B*S, 1, H*D)                          (1,)
-    q, k, v         attn_head                       (B*S, H, 1, 1, D)                      (H, 1, 1)
-    ==============  ==============================  =====================================  =================
+    ==============  ====================  ===============================  ========================
+    base name       strategy              result                           qparam_shape
+    ==============  ====================  ===============================  ========================
+    weight (R, C)   tensor                (1, 1, R*C)                      (1,)
+    weight          channel               (1, R, 1, C)                     (R, 1)
+    weight          group, tensor_group   (1, R, C/g, g)                   (R, C/g)
+    weight          block (h, w)          (1, ceil(R/h), ceil(C/w), h*w)   (ceil(R/h), ceil(C/w))
+    input, output   tensor, token         (N, 1, C)                        (1,)
+    input, output   group, tensor_group   (N, C/g, g)                      (C/g,)
+    q, k, v         tensor                (B*S, 1, H*D)                    (1,)
+    q, k, v         attn_head             (B*S, H, 1, 1, D)                (H, 1, 1)
+    ==============  ====================  ===============================  ========================
+
+    N is the number of tokens. An observer of strategy token gets one range over all N tokens, as with tensor; the range
+    of each token is computed as the model runs.
 
     Args:
         value: a weight ``(R, C)``, an activation ``(..., C)`` (a vector is one observation), or an attention state
@@ -461,5 +463,5 @@ def rounding_of(args: QuantizationArgs) -> RoundingOptions | None:
     >>> rounding_of(QuantizationArgs(num_bits=4, observer_kwargs={"rounding": "gptq"})).damping
     0.1
     """
-    option = args.observer_kwargs.get(ROUNDING)
+    option = args.observer_kwargs.get(ROUNDING)  # compressed-tensors accepts only a dict there
     return None if option is None else RoundingOptions.of(option)

@@ -58,8 +58,9 @@ class ByInputsObserver(Observer):
         "weigh_tokens": False,
     }
 
-    #: whether all observed inputs were zero; None: not checked yet. :func:`settle_zero_inputs` checks all observers at
-    #: once, so that the host waits for an accelerator once.
+    #: whether all inputs observed so far were zero; None: not checked yet, :func:`relative_moments` then checks it.
+    #: :func:`settle_zero_inputs` sets the answers of all observers at once, so that the host waits for an accelerator
+    #: once. Later inputs and ``reset`` leave an answer as it is; so finalize sets the answers anew before each search.
     inputs_are_zero: bool | None = None
     _settings = (*Observer._settings, "inputs_are_zero")
 

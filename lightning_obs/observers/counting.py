@@ -210,6 +210,7 @@ class HistogramObserver(PercentileObserver):
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
     """
 
+    # Declared again, because this class overrides combine: see Statistics.__init_subclass__.
     statistics = PercentileObserver.statistics
     keeps_extremes = True
     hyperparameters: ClassVar[Hyperparameters] = {
@@ -249,8 +250,9 @@ class HistogramObserver(PercentileObserver):
 
     @override
     def get_min_max(self) -> MinMaxTuple:
-        """The range that is best by the criterion, ``(*Q,)`` each; the observed range if it is not finite.
+        """The range that is best by the criterion, ``(*Q,)`` each.
 
+        If observed values are not finite, ``mse`` and ``entropy`` search nothing, and the range is the observed one.
         The base class asks for it when qparams are computed, finalize for the report, and members of a fused set for a
         common scale. A search runs once for the same statistics and hyperparameters: observers of a fused set (q, k and
         v read one tensor) share its result.

@@ -64,8 +64,8 @@ class LocalHessianObserver(ByInputsObserver):
         patience (int): the search ends after this many p in a row without an improvement of any scale; 0: it visits
             all. Default: 5.
         grid (float): number of candidates per unit of p. Default: 36.
-        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
-            because FP4 has no number between 4 and 6, and 1 in other formats.
+        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4
+            and 1 in other formats.
         norm (float): must be 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
             symmetric integer formats. Default: False.
@@ -77,6 +77,10 @@ class LocalHessianObserver(ByInputsObserver):
     Raises:
         CalibrationError: a hyperparameter outside its limits; the observed tensor is not a weight; no inputs were
             observed and ``strict`` is True; inputs and weight do not fit.
+
+    By default, 24 ranges are tried for each scale: in FP4 from 1.84 to 0.66 of the observed range, in steps of 0.05,
+    else from 1 to 0.36. FP4 has no number between 4 and 6: with a range of 1.5 times the observed one the largest value
+    becomes 4, and no value lies in this gap.
 
     Reference:
         The local Hessian of NVIDIA's Model-Optimizer (2026).
@@ -152,7 +156,7 @@ class LocalHessianObserver(ByInputsObserver):
             observed = flatten_for_calibration(value, "weight", self.args)
         else:
             # The last block of H may be wider than the rest of the weight. Copies of the last column fill the rows up:
-            # they widen no range, and their moments are zero.
+            # they widen no range. On the diagonal they have _LEAST_MOMENT, too little to decide between ranges.
             last_column = value[:, -1:]
             filling = last_column.expand(-1, channels - columns_of_scale)
             filled = torch.cat([value, filling], 1)
@@ -199,8 +203,8 @@ class HessianObserver(LocalHessianObserver):
         maxshrink (float): how much of the range may be given up, in [0, 1]. Default: 0.64.
         grid (float): number of candidates per unit of the factor on the range. Default: 36.
         patience (int): must be 0: all candidates are visited.
-        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4,
-            because FP4 has no number between 4 and 6, and 1 in other formats.
+        expand (float | None): factor on the range before the search, at least 1. Default: None, which is 1.84 in FP4
+            and 1 in other formats.
         norm (float): must be 2, the exponent of a quadratic form.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for
             symmetric integer formats. Default: False.
@@ -214,6 +218,7 @@ class HessianObserver(LocalHessianObserver):
             observed and ``strict`` is True; inputs and weight do not fit.
     """
 
+    # Declared again, because this class overrides measure_inputs: see Statistics.__init_subclass__.
     statistics = LocalHessianObserver.statistics
     hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.1}
     _inputs_by = ()  # measure_inputs depends on no field of `args`

@@ -136,14 +136,20 @@ class Statistics:
     #: whether ``statistics`` lists every attribute that observing sets
     _declares_all = False
 
-    #: whether all statistics were found finite since they last changed
+    #: whether all statistics were found finite since they last changed. ``ranks/sync.py`` sets it at the end of an
+    #: observation, after it has checked all ranks; then ``get_qparams`` need not check again. :func:`observing` and
+    #: ``load_statistics`` take it back.
     is_finite = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Set the class attributes that follow from a new class's declarations; Python calls it for each subclass.
 
-        A class that declares ``statistics`` states that observing sets nothing else. A class that observes differently
-        from its parent without declaring ``statistics`` may set other attributes, so its declaration is incomplete.
+        - A class that declares ``statistics`` states that observing sets nothing else (``_declares_all``). From them
+          follow ``_act_sync_dict`` and ``needs_inputs``.
+        - A class that observes differently from its parent (it has one of ``_OBSERVING_MEMBERS``) without declaring
+          ``statistics`` may set other attributes, so its declaration is incomplete.
+        - A class of either kind may keep other values in ``min_vals`` and ``max_vals`` than its parent. So
+          ``keeps_extremes`` is False unless the class says True itself.
         """
         super().__init_subclass__(**kwargs)
         members = vars(cls).keys()

@@ -145,8 +145,9 @@ def measure_ranges(
 
     If SCALED, a candidate's scale is read from ``scales``, (candidates, rows). If not, it is computed: the magnitude of
     the row's range (``low_ends``, ``high_ends``, (rows,)) times one of ``factors``, divided by ``half``; each result is
-    rounded to the dtype of the ends, and a scale of zero is replaced by ``eps``. If SHIFTED, zero points are read from
-    ``zeros``, (candidates, rows). If WEIGHED, errors are multiplied by ``importance``, (``repeats``, G).
+    rounded to the dtype of the ends, and a scale of zero is replaced by ``eps``, that of the same dtype. If SHIFTED,
+    zero points are read from ``zeros``, (candidates, rows). If WEIGHED, errors are multiplied by ``importance``,
+    (``repeats``, G).
 
     ``values`` is (A, B, N, G): ``across`` is B, ``wide`` is G, ``size`` is N * G; ``first`` is the index of the first
     of ``rows`` rows. ``low`` to INTEGERS describe the format, see ``nearest``.
@@ -170,7 +171,7 @@ def measure_ranges(
     of_place = n.to(tl.int64) * stride_n + g.to(tl.int64) * stride_g
     at_value = of_row[:, None] + of_place[None, :]
     x = tl.load(values + at_value, within, other=0.0).to(tl.float32)
-    weight = x
+    weight = x  # a placeholder, not read: Triton needs the name outside of the branch
     if WEIGHED:
         weight_row = number % repeats
         of_weights = weight_row * wide
@@ -197,7 +198,7 @@ def measure_ranges(
         one = tl.full((ROWS,), 1.0, tl.float32)
         inverse = tl.div_rn(one, scale)
         level = x * inverse[:, None]
-        zero = level
+        zero = level  # a placeholder, not read
         if SHIFTED:
             zero_point = tl.load(zeros + at, is_row, other=0.0)
             zero = zero_point[:, None]
@@ -256,9 +257,10 @@ def round_panel(
 
     ``on_gpu.round_panel`` launches it for each panel of a GPTQ rounding. A program rounds ROWS rows. It reads the
     weight ``left``, the scales ``step`` and the zero points ``zeros``, and writes ``levels`` and ``errors``; all are
-    (columns, rows), so a column of the weight is contiguous. ``factor`` is (columns, columns), its rows ``stride``
-    apart; PANEL is the smallest power of two that is at least ``columns``. ``low`` to INTEGERS describe the format, see
-    ``nearest``.
+    (columns, rows), so a column of the weight is contiguous. ``factor`` is the panel's part of the upper Cholesky
+    factor of the inverse Hessian (``rounding.inverse_factor``), (columns, columns), its rows ``stride`` apart. An error
+    is written as it corrects later columns: divided by the factor's diagonal. PANEL is the smallest power of two that
+    is at least ``columns``. ``low`` to INTEGERS describe the format, see ``nearest``.
     """
     first_row = tl.program_id(0) * ROWS
     row_of_tile = tl.arange(0, ROWS)
@@ -279,7 +281,7 @@ def round_panel(
         steps = tl.div_rn(value, scale) + zero
         level = nearest(steps, low, high, INTEGERS, smallest, rounder)
         difference = value - (level - zero) * scale
-        at_diagonal = i * (stride + 1) + row * 0
+        at_diagonal = i * (stride + 1) + row * 0  # the same place for all rows: div_rn takes two tensors
         diagonal = tl.load(factor + at_diagonal)
         error = tl.div_rn(difference, diagonal)
         tl.store(levels + at, level, within)

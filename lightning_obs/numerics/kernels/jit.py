@@ -28,6 +28,8 @@ def jit(*fastmath: str, inline: bool = False) -> Callable[[Function], Function]:
     """
 
     def compiled(function: Function) -> Function:
+        # With numpy's error model a division by zero gives infinity or NaN, as in torch. Python's would raise, and its
+        # test would keep a loop from being vectorised.
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         options["fastmath"] = set(fastmath)
         options["inline"] = "always" if inline else "never"

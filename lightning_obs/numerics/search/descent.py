@@ -6,10 +6,10 @@ the expected squared error of the row's output is ``d H d^T``. It depends on all
 Method. Coordinate descent: the candidates of one scale are compared while the row's other scales stay as they are. With
 d the error of the scale's group g and D the error of the rest of the row, a candidate's error is
 ``d H_gg d^T + 2 (D H)_g d^T``. Scales are chosen one column of groups after the other, in several sweeps over the row.
-The first sweep tries the candidates of the search. Each later sweep tries as many candidates around the chosen range,
-at first in the search's steps, then in halves of them, then in quarters: a range that differs by a percent rounds some
-values to other integers, whose errors may cancel. Every value is rounded to nearest; only ranges are chosen. Rows do
-not depend on each other, except rows that share a scale.
+The first sweep tries the candidates of the search. Each later sweep tries about as many candidates around the chosen
+range, at first in the search's steps, then in halves of them, then in quarters: a range that differs by a percent
+rounds some values to other integers, whose errors may cancel. Every value is rounded to nearest; only ranges are
+chosen. Rows do not depend on each other, except rows that share a scale.
 
 The choice: all candidates of a few rows are measured at once, because the product with ``H_gg`` takes most of the time.
 The trade-off: the errors of these rows' candidates take memory.
@@ -40,7 +40,8 @@ class _Factors(NamedTuple):
 
     Attributes:
         first: the factors of the first sweep, ``(K, 1, 1)`` in float64.
-        around: for the second sweep, the distances of the factors to try from the chosen factor, relative to it.
+        around: for the second sweep, the distances of the factors to try from the chosen factor, relative to it: 0 and
+            K // 2 steps to either side, so K or K + 1 distances. A search with a single factor has only the distance 0.
     """
 
     first: torch.Tensor
@@ -57,7 +58,10 @@ class _Factors(NamedTuple):
         return cls(first, around)
 
     def of_sweep(self, sweep: int, chosen: torch.Tensor) -> torch.Tensor:
-        """The factors that a sweep tries, ``(K, S, T)``, around the factors ``(S, T)`` that the sweep before chose."""
+        """The factors that a sweep tries, around the factors ``(S, T)`` that the sweep before chose.
+
+        The result is ``(K, S, T)`` for the first sweep (0), and as long as ``around`` for the others.
+        """
         if sweep == 0:
             return self.first.expand(-1, *chosen.shape)
         return chosen * (self.around / 2 ** (sweep - 1) + 1)
@@ -168,8 +172,10 @@ def _choose(
         grid: the number format.
 
     Returns:
-        The index of the best candidate of each scale, ``(S,)``, -1 where no candidate has a finite error; and the error
-        of each weight of the column with it, as ``values``.
+        The index of the best candidate of each scale, ``(S,)``, and the error of each weight of the column with this
+        candidate, as ``values``. Where no candidate has a finite error, the index is -1, and the errors are those with
+        the first candidate. If these are not finite, no other scale of the row finds a finite error, and the row keeps
+        its observed ranges.
     """
     shape = values.shape
     lost = torch.empty_like(candidates.scale)

@@ -72,7 +72,8 @@ class Rows:
     def parts(self, part: slice, length: int) -> Iterator[slice]:
         """Cut consecutive rows into parts of at most ``length`` rows; searches and loops visit one part at a time.
 
-        The length of a part is a multiple of the number of Hessians, which may exceed ``length``.
+        Where Hessians measure errors, each part but the last has a multiple of I rows, I the number of Hessians: if I
+        is larger than ``length``, it has I rows. The last part has the rows that are left.
         """
         repeats = 1 if self.hessian is None else len(self.hessian)
         step = max(1, length // repeats) * repeats
@@ -82,8 +83,8 @@ class Rows:
     def pieces(self, part: slice, tile: int) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
         """Yield the values of consecutive rows, ``(rows, values)`` in float32, and their importance.
 
-        Rows of more than ``tile`` values come in pieces of at most so many. The importance is ``(rows, values)`` or
-        ``(1, values)``; None: all weights are 1. The loop of torch's operations reads rows by it.
+        Rows of more than ``tile`` values come in pieces of at most so many. The importance is ``(rows, values)``, too;
+        None: all weights are 1. The loop of torch's operations calls it to read rows.
         """
         height, width = self.view.shape[2:]
         if self.size > tile:
