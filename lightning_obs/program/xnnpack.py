@@ -118,9 +118,12 @@ def _write_layer_norm(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
 
 
 def _write_mean(nodes: _Nodes, node: fx.Node) -> fx.Node | None:
-    """A mean over one dimension, or over height and width of images: XNNPACK has the latter if dimensions are kept."""
-    value, dimensions, keeps_dimensions, dtype = _arguments(node, 4)
-    if dimensions is None or dtype is not None:
+    """A mean over one dimension, or over height and width of images: XNNPACK has the latter if dimensions are kept.
+
+    None for a mean over other dimensions, and for one that names the dtype of its result.
+    """
+    value, dimensions, keeps_dimensions = _arguments(node, 3)
+    if dimensions is None or node.kwargs.get("dtype") is not None:  # the dtype is a keyword alone
         return None
     rank = len(_shape(value))
     positions = sorted(dimension % rank for dimension in dimensions)

@@ -53,6 +53,7 @@ LEFT = {
     "layer norm over two dimensions": lambda x: F.layer_norm(x, (6, 16)),
     "mean of all": lambda x: x.mean(),
     "mean of two dimensions": lambda x: x.mean((1, 2)),
+    "mean in float64": lambda x: x.mean(-1, dtype=torch.float64),
     "attention with booleans": attention([[True, True, False, True, True, False]] * 6),
 }
 NAMES = ("layer_norm", "scaled_dot_product_attention")
