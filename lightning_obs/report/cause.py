@@ -22,15 +22,15 @@ _MOST = 0.8
 
 
 class LayerLoss(NamedTuple):
-    """The loss of one layer: noise or estimated loss, and the shares of its noise (0 to 1) in weight and input.
+    """The loss of one layer, and the shares of its noise (0 to 1) that its weight and its input make.
 
     :func:`layer_losses` makes it; the cause, the next steps and the page's column of shares read it.
     """
 
-    name: str
-    loss: float
-    weight: float
-    input: float
+    name: str  # of the layer's module
+    loss: float  # its noise, or the loss that a plan has estimated
+    weight: float  # the weight's share of the noise of weight and input; 0 where neither is known
+    input: float  # the input's share, the rest; 0 where neither is known
 
 
 def layer_losses(report: Report) -> list[LayerLoss]:
@@ -111,8 +111,9 @@ def percent(share: float) -> str:
 def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
     """The layers that lose most, and whether weights or inputs cause it; empty where nothing is lost.
 
-    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths. Called by
-    ``judge`` for the sentence below the page's headline.
+    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths. Then the larger
+    share is named, that of their weights or that of their inputs; none of the two where the noise of neither is known,
+    as in a layer that quantizes its output alone. Called by ``judge`` for the sentence below the page's headline.
     """
     total = total_loss(losses)
     if not total:
@@ -126,8 +127,11 @@ def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
     share = percent(total_loss(worst) / total)
     sentence = f"{subject} {share} of the {report.lost}{_kinds(names, len(worst))}."
     by_inputs = input_share(worst)
-    if by_inputs < 0.5:
-        return f"{sentence} {percent(1 - by_inputs)} of it comes from their weights."
+    by_weights = weight_share(worst)
+    if not by_inputs and not by_weights:
+        return sentence
+    if by_inputs < by_weights:
+        return f"{sentence} {percent(by_weights)} of it comes from their weights."
     return f"{sentence} {percent(by_inputs)} of it comes from their inputs{_stretched(report, worst)}."
 
 
@@ -183,25 +187,38 @@ def _kinds(names: Sequence[str], count: int) -> str:
 
 
 def _stretched(report: Report, layers: Sequence[LayerLoss]) -> str:
-    """How far single values stretch the one scale of an input; empty where that is not known."""
+    """How far single values stretch the one scale of an input; empty where that is not known.
+
+    :func:`cause_of` calls it where inputs cause most of the loss. The text gives the largest magnitude among the
+    inputs, the median magnitude of the values in that layer, and the median over the layers of the bits that they
+    use. It also gives the width of their inputs, if all have the same.
+
+    Args:
+        report: of the run.
+        layers: the losses of the layers to speak of.
+    """
     names = {layer.name for layer in layers}
     ends: list[tuple[float, str]] = []
     bits: list[float] = []
+    widths: set[int] = set()
     for error in report.errors:
         if error.name not in names or error.input is None:
             continue
+        facts = report.layers.get(error.name)
         if error.input.bits is not None:
             bits.append(error.input.bits)
+            if facts is not None and facts.input_width is not None:
+                widths.add(facts.input_width)
         if error.input.low is not None and error.input.high is not None:
             magnitude = max(-error.input.low, error.input.high)
             ends.append((magnitude, error.name))
-    facts = report.layers.get(layers[0].name)
-    if not ends or not bits or facts is None or facts.input_width is None:
+    if not ends or not bits or not widths:
         return ""
     widest, name_of_widest = max(ends)
     counts = report.counts.get(name_of_widest)
     half = "" if counts is None else f" (half of all in that layer are below {median_size(counts):.2g})"
+    of_width = f" of its {widths.pop()} bits" if len(widths) == 1 else " bits"
     return (
         f": single values of up to {widest:,.4g}{half} stretch the scale that all values share, "
-        f"and their median layer uses {median(bits):.1f} of its {facts.input_width} bits"
+        f"and their median layer uses {median(bits):.1f}{of_width}"
     )

@@ -10,6 +10,8 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.cause import layer_losses
 from lightning_obs.report.facts import LayerFacts
 from lightning_obs.report.judgement import judge
+from lightning_obs.report.layer_errors import LayerError
+from lightning_obs.report.metrics import TensorError
 from tests.report.runs import layer, run
 
 
@@ -63,3 +65,10 @@ def test_inputs_in_full_precision_have_no_part_of_the_loss():
     facts = LayerFacts("int4", 4, None, "", "", 8, 2, 0, [], None)
     (loss,) = layer_losses(run(errors=[error], layers={"a": facts}))
     assert (loss.weight, loss.input) == (1.0, 0.0)
+
+
+def test_noise_that_neither_weights_nor_inputs_cause_is_not_said_to_come_from_weights():
+    errors = [LayerError(f"layers.{i}.norm", output=TensorError(10.0)) for i in range(2)]
+    facts = LayerFacts("int8 outputs", None, None, "", "", 8, 8, 0, [], None)
+    report = run(errors=errors, layers={error.name: facts for error in errors})
+    assert judge(report).cause == "2 of 2 layers hold 100 % of the noise: all norm."
