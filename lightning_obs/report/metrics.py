@@ -70,13 +70,15 @@ def grid_error(
     Called by the report's layer errors (``report/layer_errors.py``) for each weight, and for the inputs of each call.
 
     Args:
-        value: a weight's matrix, or an input with its channels last; with one scale, of any shape.
+        value: a weight's matrix, or an input with its channels last; with one scale, of any shape. It must not be
+            empty.
         scale: the scales, one number for each group, row, block or tensor as ``args.strategy`` says; a global scale
             is divided out of them.
         zero_point: the zero points, in the shape of ``scale``; None if symmetric.
         args: number format and strategy.
         base_name: weight, input or output.
-        by_token: the ratio of signal to noise is computed for each token; off: for the whole tensor.
+        by_token: the ratio of signal to noise is computed for each token, or, where a token has several scales, for
+            each of its groups; off: for the whole tensor.
         rounded: the numbers of the format, in the shape of ``value``; None: the nearest ones.
     """
     is_one_scale = scale.numel() == 1
@@ -223,19 +225,27 @@ def _rounded(
 
 
 def _codes_of(levels: torch.Tensor, grid: NumberGrid) -> torch.Tensor | None:
-    """The code of each level, from 0 to 255, in int32; None above 8 bits."""
-    number = grid.number  # the format of a float, whose code is its bit pattern; None: integers
+    """The code of each level, from 0 to 255, in int32; None for integers above 8 bits.
+
+    The code of an integer is its distance from the lowest one, and that of NaN 0. The code of a float is its bit
+    pattern in ``NumberFormat.codes``, a dtype of one byte that holds all numbers of the format, float8_e4m3fn for a
+    4-bit float.
+    """
+    number = grid.number  # the format of a float; None: integers
     if number is not None:
         patterns = levels.to(number.codes).view(torch.uint8)
         return patterns.int()
     if grid.args.num_bits <= 8:
         from_lowest = levels - grid.low
-        return from_lowest.int()
+        return from_lowest.nan_to_num_(nan=0.0).int()
     return None
 
 
 def _count_codes(codes: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """How often each code occurs, ``(256,)`` in int64; zeros for None."""
+    """How often each code occurs, ``(256,)`` in int64; zeros for None.
+
+    Called for the codes of each tile of a tensor, and with None for a tensor whose codes are not known.
+    """
     if codes is not None and device.type == "cpu":
         return torch.bincount(codes.flatten(), minlength=CODES)
     counts = torch.zeros(CODES, dtype=torch.int64, device=device)
@@ -486,7 +496,8 @@ class ScaleDrift:
     """
 
     steps: list[int] = field(default_factory=list)  # when scales were added
-    #: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps
+    #: by name of the scale, the mean of ``|log2(scale / first scale)|`` at each of these steps, up to the last step at
+    #: which the scale was there
     drifts: dict[str, list[float]] = field(default_factory=dict)
     #: by name of the scale, the logarithms of the scales that were added first
     _first: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -494,8 +505,9 @@ class ScaleDrift:
     def add(self, step: int, qparams: Mapping[str, torch.Tensor]) -> None:
         """Add the scales of ``{"layer.weight_scale": tensor}`` at a step; scales of another shape start again.
 
-        A scale that first appears at a later step gets a drift of 0 for the steps before. ``Results.log_calibration``
-        calls this at the end of each calibration of a callback.
+        A scale that first appears at a later step gets a drift of 0 for the steps before. For steps at which a scale
+        was absent, as that of a module without data, it gets its last drift once it is there again.
+        ``Results.log_calibration`` calls this at the end of each calibration of a callback.
         """
         self.steps.append(step)
         for name, scale in qparams.items():
@@ -509,12 +521,14 @@ class ScaleDrift:
             drift = (logarithm - first).abs().nan_to_num(nan=0.0, posinf=0.0).mean()
             earlier_steps = len(self.steps) - 1
             history = self.drifts.setdefault(name, [0.0] * earlier_steps)
+            absent_steps = earlier_steps - len(history)
+            history += history[-1:] * absent_steps
             history.append(float(drift))
 
     def numbers(self) -> dict[str, float]:
-        """The largest and the mean drift at the last step; empty until scales were added twice.
+        """The largest and the mean drift of the scales that were added at the last step.
 
-        ``Results.log_calibration`` logs them after each calibration.
+        Empty until scales were added twice. ``Results.log_calibration`` logs them after each calibration.
 
         >>> drift = ScaleDrift()
         >>> for step, scale in enumerate((1.0, 2.0)):

@@ -93,3 +93,12 @@ def test_a_failed_run_is_a_row_too():
     )
     assert table.row_count == 2
     assert human_size(3 * 2**30) == "3.00 GiB"
+
+
+def test_data_with_nan_give_a_layer_without_a_ratio(mlp):
+    calibrated(mlp, torch.randn(4, 16))
+    x = torch.randn(4, 16)
+    x[1, 2] = torch.nan
+    first, *_ = sorted(measure_layer_errors(mlp, [x]), key=lambda error: error.name)
+    assert (first.input.sqnr, first.output.sqnr) == (None, None)
+    assert first.weight.sqnr > 0

@@ -8,7 +8,7 @@ from torchmetrics.audio import SignalNoiseRatio
 
 from lightning_obs.numerics.histogram import count_values, join_supports, support, support_of
 from lightning_obs.numerics.qparams import compute_global_scale, compute_qparams, flatten_for_calibration
-from lightning_obs.report.metrics import LayerSums, counted_error, difference_error, grid_error, only_range
+from lightning_obs.report.metrics import LayerSums, ScaleDrift, counted_error, difference_error, grid_error, only_range
 from tests.support.rank_processes import run_ranks
 
 ARGS = [
@@ -127,3 +127,25 @@ def test_sums_of_all_ranks_are_those_of_one_device():
     for found in run_ranks(on_rank, 2):
         for name, value in expected.items():
             assert found[name][0] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize("args", ARGS[:1] + ARGS[-2:], ids=lambda a: f"{a.type}{a.num_bits}")
+def test_a_tensor_with_nan_has_no_ratio_and_is_no_failure(args):
+    x = torch.randn(16, 16)
+    _, zero, _, effective = grid(x, args)
+    x[3, 5] = torch.nan
+    layers = LayerSums(["fc"])
+    layers.update("fc", grid_error(x, effective, zero, args, "weight"))
+    (error,) = layers.errors().values()
+    assert (error.sqnr, error.mse) == (None, None)
+
+
+def test_drifts_stand_at_their_steps_if_a_scale_is_absent_at_one():
+    drift = ScaleDrift()
+    for step, scale in enumerate((1.0, 2.0, None, 8.0)):
+        qparams = {"a.weight_scale": torch.ones(1)}
+        if scale is not None:
+            qparams["b.weight_scale"] = torch.tensor([scale])
+        drift.add(step, qparams)
+    assert drift.drifts == {"a.weight_scale": [0.0] * 4, "b.weight_scale": [0.0, 1.0, 1.0, 3.0]}
+    assert drift.numbers() == {"scale_drift_max": 3.0, "scale_drift_mean": 1.5}
