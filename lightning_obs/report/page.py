@@ -47,7 +47,9 @@ class Column(NamedTuple):
     digits: int | None = None  # behind the point; None: four significant ones, or a text
     is_wide: bool = False  # left out on a phone
     smallest_first: bool = True  # how a first click sorts
-    value: Callable[[LayerError], Any] | None = None  # for a key that no row has otherwise; CSV and JSON get it too
+    #: in a column that a user adds (CONTRIBUTING.md), what computes the cell from a layer's error, for the page, the
+    #: CSV and the JSON; None, as in all columns below: rows have the key already
+    value: Callable[[LayerError], Any] | None = None
     description: str = ""  # sentences in the legend under the table
 
 
@@ -80,9 +82,10 @@ _ONLY_PAGE = ("histogram", "channels", "at", "grid", "feeds")
 
 
 def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judgement | None = None) -> Path:
-    """Write ``report.html``, ``report.json`` and ``layers.csv``, each whole or not at all.
+    """Write ``report.html``, ``report.json`` and, if the report has layers, ``layers.csv``, each whole or not at all.
 
-    Called by the callbacks' ``report()`` and by the command line at the end of a run or of a comparison.
+    The ``layers.csv`` of an earlier report is deleted if this one has no layers. Called by the callbacks' ``report()``
+    and by the command line at the end of a run or of a comparison.
 
     Args:
         folder: made if it is not there.
@@ -108,12 +111,15 @@ def write_report(folder: str | os.PathLike[str], report: Report, judgement: Judg
     page = _page(report, data)
     write_text(folder / "report.html", page)
     write_text(folder / "report.json", as_json(data))
+    table = folder / "layers.csv"
     if data["layers"]:
         rows = []
         for row in data["layers"]:
             csv_row = {key: value for key, value in row.items() if key not in _ONLY_PAGE}
             rows.append(csv_row)
-        write_csv(folder / "layers.csv", rows)
+        write_csv(table, rows)
+    else:
+        table.unlink(missing_ok=True)
     return folder / "report.html"
 
 
@@ -190,7 +196,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["sizes"] = report.written.sizes
     data["provenance"] = {**provenance(report.options, report.result), **report.provenance}
     data["summary"] = _summary(report, judgement)
-    data["lines"] = as_names(report.lines)
+    data["lines"] = as_names(report.lines)  # a list, also of a string, which is one line
     data["engines"] = {}
     if report.result is not None:
         for name, verdict in report.result.plan.engines.items():
@@ -271,26 +277,29 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
 
 
 def _parts(text: str) -> list[str]:
-    """A text of names and paths, cut where a line may end: behind a dot, a slash or an equals sign.
+    """A text of names and paths, cut where a line may end: behind a dot, a slash or an equals sign, before a letter.
 
-    The page's template calls it, as the filter ``parts``.
+    It is not cut behind a digit and a dot: an index and what it counts stay together (``0.mlp``). The page's template
+    calls it, as the filter ``parts``.
 
-    >>> _parts("model.layers/0 at 1.5 dB")
-    ['model.', 'layers/0 at 1.5 dB']
+    >>> _parts("model.layers/0 at 1.5 dB"), _parts("layers.0.mlp")
+    (['model.', 'layers/0 at 1.5 dB'], ['layers.0.mlp'])
     """
     return re.split(r"(?<=[./=])(?<![0-9][.])(?=[^\W\d])", text)
 
 
 def _layers(report: Report) -> Iterable[dict[str, Any]]:
-    """A row of the page's data for each layer of which anything is known.
+    """A row of the page's data for each layer that has an error, facts, or numbers of a decision.
 
-    A row is :func:`layer_row` with the layer's facts, its loss, a histogram of its input, and ``at``, its place among
-    the calibrated modules.
+    A row is :func:`layer_row` with the layer's facts, its loss, a histogram of its input, ``at``, its place among the
+    calibrated modules, and ``chosen_low`` and ``chosen_high``, the range that its observer chose for its input; each
+    only where it is known. Called by :func:`_data`.
     """
     rows: dict[str, dict[str, Any]] = {}
     for error in report.errors:
         rows[error.name] = layer_row(error)
-    for name in [*report.layers, *report.decisions.sensitivity, *report.decisions.choices]:
+    decisions = report.decisions
+    for name in [*report.layers, *decisions.sensitivity, *decisions.losses, *decisions.choices]:
         rows.setdefault(name, {"name": name})
     _add_losses(rows, report)
     for name, layer in report.layers.items():
@@ -311,7 +320,10 @@ def _layers(report: Report) -> Iterable[dict[str, Any]]:
 
 
 def _add_losses(rows: Mapping[str, dict[str, Any]], report: Report) -> None:
-    """Add each layer's share of the loss, and the numbers of a plan of mixed schemes, to its row."""
+    """Add each layer's share of the loss, and the numbers of a plan of mixed schemes, to its row.
+
+    Called by :func:`_layers`, which has made a row for each layer that is named here.
+    """
     losses = layer_losses(report)
     total = total_loss(losses)
     if total:

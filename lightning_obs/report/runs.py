@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_obs.report.logged_metrics import metric_kind
 from lightning_obs.report.numbers import quality_of
 
-#: the entries of a run that come from its own page; None where it has none
+#: the entries of a row that the command line reads from the ``report.json`` of a run (``app/tasks/compare.py``); None
+#: in a row without them
 _UNKNOWN = {"grade": None, "headline": None, "original_size": None, "page": None}
 
 
@@ -16,11 +18,15 @@ def compared_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of a comparison with the entries that the page draws; called when a page with other runs is written.
 
     Args:
-        runs: rows as :func:`~lightning_obs.report.summary.comparison_table` takes them.
+        runs: rows as :func:`~lightning_obs.report.summary.comparison_table` takes them. The command line's comparison
+            adds ``grade``, ``headline``, ``original_size`` [bytes] and ``page``, a path, from the ``report.json`` of
+            each run (``app/tasks/compare.py``). A user's row may have ``higher_is_better``, the direction of its
+            metric; else the direction follows from the metric's name.
 
     Returns:
-        Each row with ``quality``, its metric with the values before and after, and ``is_best``: no run measured by the
-        same metric is at most as large and at least as good, and better in one of the two.
+        Each row with ``quality``, its metric with the values before and after; with None for those four entries if it
+        lacks them; and with ``is_best``: no run measured by the same metric is at most as large and at least as good,
+        and better in one of the two.
     """
     rows = []
     for run in runs:
@@ -31,11 +37,15 @@ def compared_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_best(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether no other run is better than this one in size or quality, and not worse in the other."""
+    """Whether no other run is better than this one in size or quality, and not worse in the other.
+
+    False for a run without a size, without a finite value of its metric, or of whose metric nobody knows whether more
+    is better. :func:`compared_runs` calls it for each of its rows.
+    """
     metric, _, value = row["quality"]
     size = row.get("size")
     kind = metric_kind(metric or "", row.get("higher_is_better"))
-    if value is None or not size or kind == "unknown":
+    if value is None or not math.isfinite(value) or not size or kind == "unknown":
         return False
     sign = 1.0 if kind == "score" else -1.0
     for other in rows:

@@ -59,6 +59,19 @@ def test_a_sensitivity_without_errors_has_a_row_too(tmp_path):
     assert layers == [{"name": "fc", "sensitivity": 0.5, "choice": "FP8"}, {"name": "head", "choice": "none"}]
 
 
+def test_losses_of_a_layer_without_errors_have_a_row_too(tmp_path):
+    write_report(tmp_path, Report.of("plan", losses={"fc": 0.5}))
+    layers = json.loads((tmp_path / "report.json").read_text())["layers"]
+    assert layers == [{"name": "fc", "loss": 0.5}]
+
+
+def test_a_report_without_layers_leaves_no_table_of_an_earlier_one(tmp_path):
+    write_report(tmp_path, made_up(6))
+    assert (tmp_path / "layers.csv").exists()
+    write_report(tmp_path, Report.of("bare"))
+    assert not (tmp_path / "layers.csv").exists()
+
+
 def test_a_point_that_lacks_something_is_refused_and_nothing_is_written(tmp_path):
     with pytest.raises(CalibrationError, match=r"lacks something: point 1.*bits_per_weight"):
         write_report(

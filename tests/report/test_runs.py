@@ -1,5 +1,7 @@
 """Runs side by side: the best of their size."""
 
+import math
+
 import pytest
 
 from lightning_obs.report.runs import compared_runs
@@ -29,3 +31,7 @@ def test_equal_runs_are_both_the_best_and_a_worse_one_of_that_size_is_not():
 
 def test_runs_without_a_size_or_a_metric_are_not_judged():
     assert best((None, 15.0), (100, None), (200, 16.0)) == [False, False, True]
+
+
+def test_a_run_whose_metric_is_not_finite_is_never_the_best():
+    assert best((100, math.nan), (100, math.inf), (200, 16.0)) == [False, False, True]
