@@ -127,8 +127,11 @@ _EXPECTED = (
 _SCHEME_FIELDS = set(QuantizationScheme.model_fields)
 #: the key that names a preset among the fields of a scheme; the others replace the preset's own
 PRESET = "preset"
-#: keys that a checkpoint's ``quantization_config`` may have beside the fields of a ``QuantizationConfig``
-_OF_CHECKPOINTS = ("version", "sparsity_config", "transform_config")
+#: a key of a checkpoint's ``quantization_config`` beside the fields of a ``QuantizationConfig``: the release of
+#: compressed-tensors that wrote it, which says nothing about the scheme
+_RELEASE = "version"
+#: further such keys, which change what is computed: they are taken only if they are empty
+_ONLY_EMPTY = ("sparsity_config", "transform_config")
 
 
 # ---------------------------------------------------------------------- the user's request
@@ -357,9 +360,19 @@ def _refuse_second_targets(targets: list[str] | None, owner: str) -> None:
 
 
 def _from_checkpoint(fields: Mapping[str, Any]) -> QuantizationConfig:
-    """A config of its fields, or of a checkpoint's ``quantization_config``."""
-    # compressed-tensors would leave unknown keys out
-    stated = [str(key) for key, value in fields.items() if value or key not in _OF_CHECKPOINTS]
+    """A config of its fields, or of a checkpoint's ``quantization_config``.
+
+    :func:`_config` calls it for a scheme that is a dict with ``config_groups``.
+
+    Raises:
+        CalibrationError: a key that a ``QuantizationConfig`` does not have, and which compressed-tensors would leave
+            out without a word; a sparsity or transform that a checkpoint states.
+    """
+    stated = []
+    for key, value in fields.items():
+        is_without_effect = key == _RELEASE or (key in _ONLY_EMPTY and not value)
+        if not is_without_effect:
+            stated.append(str(key))
     refuse_unknown(stated, QuantizationConfig.model_fields, "unknown key beside config_groups")
     return QuantizationConfig.model_validate(dict(fields))
 
@@ -577,7 +590,11 @@ def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
 
 
 def _rounding_label(config: QuantizationConfig) -> str | None:
-    """The rounding of a config in a few words; of several, the most thorough. None: each number is the nearest."""
+    """The rounding of a config in a few words, for :func:`label`; None: each weight becomes the nearest number.
+
+    GPTQ is the only rounding there is (``numerics/rounding_options.py``). If it runs on quantized inputs in any group,
+    the text says so.
+    """
     if rounds_on_quantized_inputs(config):
         return "gptq on quantized inputs"
     return "gptq" if has_rounding(config) else None

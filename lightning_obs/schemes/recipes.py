@@ -40,7 +40,7 @@ class WeightChoice:
         """
         if isinstance(value, WeightChoice):
             return value
-        _require_mapping("a recipe's weights", value)
+        _require_mapping("a recipe's weights", value, cls)
         refuse_unknown(value, _names_of(cls), "a recipe's weights have no such field")
         if "observer" not in value:
             raise CalibrationError(
@@ -126,7 +126,7 @@ class Recipe:
                     f"unknown recipe {value!r}{likely(value, RECIPES)}", expected=f"one of {', '.join(RECIPES)}"
                 )
             return RECIPES[value]
-        _require_mapping("recipe", value)
+        _require_mapping("recipe", value, cls, or_name=f"one of {', '.join(RECIPES)}, or ")
         refuse_unknown(value, _names_of(cls), "a recipe has no such field")
         if "name" not in value:
             raise CalibrationError("a recipe has no name", got=dict(value), expected=", ".join(_names_of(cls)))
@@ -249,9 +249,14 @@ def _names_of(owner: type) -> list[str]:
     return [field.name for field in fields(owner)]
 
 
-def _require_mapping(name: str, value: Any) -> None:
-    """Refuse a value that is no dict."""
+def _require_mapping(name: str, value: Any, owner: type, or_name: str = "") -> None:
+    """Refuse a value that is no dict; :meth:`Recipe.of` and :meth:`WeightChoice.of` call it.
+
+    Args:
+        name: what the value is, the beginning of the error.
+        value: what the user has given.
+        owner: the class that is made of the dict; the error names its fields.
+        or_name: for the error, what the value could be instead of a dict.
+    """
     if not isinstance(value, Mapping):
-        raise CalibrationError(
-            name, got=repr(value), expected=f"one of {', '.join(RECIPES)}, or a dict of {', '.join(_names_of(Recipe))}"
-        )
+        raise CalibrationError(name, got=repr(value), expected=f"{or_name}a dict of {', '.join(_names_of(owner))}")

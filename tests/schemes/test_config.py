@@ -33,6 +33,7 @@ FP8 = preset_name_to_scheme("FP8", ["Linear"])
         {"config_groups": {"group_0": FP8}},
         QuantizationConfig(config_groups={"FP8": ["Linear"]}),
         QuantizationConfig(config_groups={"group_0": FP8}).model_dump(),
+        {"config_groups": {"group_0": FP8}, "version": "0.12.2", "sparsity_config": {}, "transform_config": {}},
     ],
 )
 def test_every_way_to_write_a_scheme_gives_the_same_config(scheme):

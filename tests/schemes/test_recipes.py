@@ -82,7 +82,10 @@ def test_a_recipe_of_ones_own_is_a_dict():
         ({"nvfp4_weights": None}, "a recipe has no name"),
         ({"name": "mine", "nvfp4_weights": {"rounding": "gptq"}}, "a recipe's weights have no observer"),
         ({"name": "mine", "nvfp4_weights": {"observers": {}}}, "a recipe's weights have no such field"),
-        ({"name": "mine", "nvfp4_weights": "mse"}, "a recipe's weights"),
+        (
+            {"name": "mine", "nvfp4_weights": "mse"},
+            "a recipe's weights. Got 'mse', expected a dict of observer, rounding",
+        ),
         (3, "recipe. Got 3"),
     ],
 )
