@@ -58,8 +58,9 @@ class LookedUpWeight(torch.Tensor):
         if function in (torch.Tensor.__getitem__, torch.Tensor.index_select):
             weight, *index = args
             whole = weight.read().to(weight.dtype)
-            return function(whole, *index).to(weight.run_device)
+            return function(whole, *index, **(kwargs or {})).to(weight.run_device)
         if function is F.embedding:
+            # However a model calls it, F.embedding hands two positional arguments on, and the rest as keywords.
             tokens, weight = args
             return weight._embed(tokens, kwargs)
         return super().__torch_function__(function, types, args, kwargs)
