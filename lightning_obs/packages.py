@@ -76,11 +76,19 @@ Got No module named 'onnx_of_nobody'. Remedy: pip install onnx_of_nobody
 def require_release(name: str, oldest: str, purpose: str, python: str | None = None) -> None:
     """Raise a :class:`CalibrationError` where a package is older than ``purpose`` needs.
 
+    Called before anything is measured or written: by ``check_onnx_file`` for onnxscript, which it has imported; and for
+    transformers, on which this package depends, by ``require_transformers`` (before a model is planned or a checkpoint
+    loaded) and by ``model/conversions.py`` (before weights are converted).
+
     Args:
-        name: of the package, as pip knows it.
+        name: the name of the package, as pip knows it.
         oldest: the oldest release that serves.
         purpose: what the user asked for; the error begins with it.
         python: the oldest Python for which there is such a release; None: any that this package runs on.
+
+    Raises:
+        CalibrationError: the installed release is older.
+        PackageNotFoundError: of ``importlib.metadata``: the package is not installed.
 
     >>> require_release("torch", "99.0", "a model of tomorrow")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

@@ -60,12 +60,13 @@ def export_program(
     """Write a calibrated model, or one from :func:`~lightning_obs.load_checkpoint`, as a program of torch.export.
 
     The program has ``torch.ops.quantized_decomposed`` quantize and dequantize operations, as after ``convert_pt2e``.
-    Weights are stored as int8: at 8 bits the file has about a quarter of the bytes of a float32 file. In place of the
-    example's values there are zeros. The program computes what the model does under :func:`~lightning_obs.quantized`,
-    up to the order of floating point operations. (A value halfway between two integers may go to the other one, because
-    the operations multiply by the inverse of a scale; the largest value that was observed is such a value in symmetric
-    schemes.) The user calls this function, and a callback or the command line at the end of a run that exports. The
-    program is loaded without this package::
+    Weights are stored as int8: at 8 bits the file has about a quarter of the bytes of a float32 file. The program's
+    ``example_inputs``, which torch.export saves with it, are zeros in the shapes of ``example``, so that no data is in
+    the file. The program computes what the model does under :func:`~lightning_obs.quantized`, up to the order of
+    floating point operations. (A value halfway between two integers may go to the other one, because the operations
+    multiply by the inverse of a scale. In symmetric 8-bit schemes the largest value that was observed is such a value:
+    255 steps span twice that value, so it lies at 127.5.) The user calls this function, and a callback or the command
+    line at the end of a run that exports. The program is loaded without this package::
 
         import torch.ao.quantization.fx._decomposed  # registers the operations
         program = torch.export.load("model.pt2")
@@ -87,9 +88,11 @@ def export_program(
         The path of the file.
 
     Raises:
-        CalibrationError: the model was not calibrated, or has changed since; the operations cannot express the scheme
-            (floating point formats, dynamic ranges, groups of a convolution's weight, attention states); torch.export
-            cannot trace the model; the file exists, or cannot be written.
+        CalibrationError: the model was not calibrated, has changed since, or has adapters (LoRA) that are not merged
+            into its weights; the operations cannot express the scheme (floating point formats, dynamic ranges, groups
+            of a convolution's weight, attention states); torch.export cannot trace the model; ``backend`` or
+            ``overwrite`` has another value than those above; the file exists, has another suffix than ``.pt2``, or
+            cannot be written.
     """
     file = Path(file)
     check_program_file(file, overwrite, backend)
@@ -166,6 +169,10 @@ def _reason_against(module: nn.Module, base_name: str, scheme: QuantizationSchem
 def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.export.ExportedProgram:
     """The finished program of a model, traced under the quantized forward; called by :func:`export_program`.
 
+    The model is traced, the graph is changed as a module, and that module is traced. Both traces run inside
+    ``written_by``: the first needs its writers; the second has their operations in its graph, and needs that gradients
+    and inference mode are off, as they were in the first.
+
     Args:
         model: a calibrated model in evaluation mode.
         example: the arguments to trace it with.
@@ -174,7 +181,6 @@ def _trace(model: nn.Module, example: Example, backend: str | None) -> torch.exp
     Raises:
         CalibrationError: torch.export failed, with an error of any class.
     """
-
     with written_by(model, partial(_DecomposedWriter, offset=128 if backend == "inductor" else 0)):
         graph_module = _export(model, example).module()
         if backend == "xnnpack":
@@ -259,7 +265,7 @@ class _DecomposedWriter:
         zero_points = self.module.weight_zero
         if args.strategy == QuantizationStrategy.GROUP:
             return operations.dequantize_per_channel_group(
-                codes, scales, zero_points, lowest, highest, torch.int8, int(args.group_size or 1), torch.float32
+                codes, scales, zero_points, lowest, highest, torch.int8, args.group_size, torch.float32
             )
         axis = kind_of(self.module).rows
         return operations.dequantize_per_channel(codes, scales, zero_points, axis, lowest, highest, torch.int8)

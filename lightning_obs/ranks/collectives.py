@@ -36,7 +36,8 @@ def _gather_alone(value: Any) -> list[Any]:
 class Collectives:
     """The collectives of this rank. The default is that of a single process.
 
-    Sessions, exports and the task ``weights`` are given one when they start.
+    Sessions, exports and the functions that quantize from files to files (``quantize_checkpoint``,
+    ``calibrate_layerwise``) are given one when they start.
 
     Attributes:
         reduce: ``(tensor, op) -> tensor``, over all ranks, with op ``"sum"`` or ``"min"``; it may work in place.
@@ -58,7 +59,10 @@ class Collectives:
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
-        """The collectives of ``torch.distributed``, for work without a Trainer: the task ``weights``, and export.
+        """The collectives of ``torch.distributed``, for work without a Trainer.
+
+        Called by the command line's ``task=weights`` for ``quantize_checkpoint`` and ``calibrate_layerwise``, by
+        ``export_checkpoint`` for a model that FSDP2 shards, and by users for a ``CalibrationSession``.
 
         Args:
             group: the ranks; default: all ranks.

@@ -58,7 +58,8 @@ class Synced:
     Attributes:
         unreached: observers that no data reached on any rank, sorted.
         owners: for each weight, the rank that searches its range (:func:`partition`).
-        collectives: the number of collectives that were made.
+        collectives: the number of collectives: the exchange of descriptions, which a single process counts without
+            making it, and one for each kind of reduction.
         notes: the ``note`` of each rank, an argument of :func:`sync_statistics`.
         failure: a failure of this rank after the descriptions were exchanged. The caller passes it to its
             :class:`.Stretch`, which raises it on all ranks.
@@ -180,8 +181,10 @@ def _sync(
 ) -> Synced:
     """Describe this rank's statistics, exchange descriptions, reduce, and load the result into the observers.
 
-    The common part of :func:`sync_statistics` and :func:`share_weights`. At the end, the statistics of all observers
-    are marked as finite, because NaN or infinity on any rank is an error here.
+    The common part of :func:`sync_statistics` and :func:`share_weights`. A single process exchanges and reduces
+    nothing. At the end, the statistics of all observers are marked as finite, because NaN or infinity on any rank is an
+    error here. Lightning validates in inference mode, whose tensors cannot be changed afterwards; so it is switched off
+    here, where statistics are made and loaded.
 
     Args:
         observers: this rank's observers, by module name and base name.
@@ -371,7 +374,7 @@ def _occupied_blocks_of(
 
 
 def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy: str | None = None) -> None:
-    """Raise a CalibrationError for statistics that are not tensors, numbers, strings, or lists, sets, dicts of these.
+    """Raise a CalibrationError for statistics that are not plain (:func:`_is_plain`).
 
     Called by :func:`_describe` before statistics are sent to other ranks, and by ``calibration/saved_state.py`` before
     they are saved.
@@ -389,13 +392,16 @@ def require_plain(statistics: Mapping[Key, Mapping[str, Any]], what: str, remedy
     refuse(
         not_plain,
         what,
-        expected="tensors, numbers, strings, and lists and dicts of them",
+        expected="tensors, numbers, strings, dtypes, None, and lists, tuples, sets and dicts of them",
         remedy=remedy,
     )
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value is a tensor of this rank alone, a number, a string, None, or a list, set or dict of these."""
+    """Whether a value can be sent to other ranks and saved; :func:`require_plain` asks it for each statistic.
+
+    Plain are tensors that are not sharded, numbers, strings, dtypes, None, and lists, tuples, sets and dicts of these.
+    """
     if isinstance(value, Mapping):
         return all(map(_is_plain, value.keys())) and all(map(_is_plain, value.values()))
     if isinstance(value, (list, tuple, set)):

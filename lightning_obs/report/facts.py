@@ -56,7 +56,9 @@ class LayerFacts:
     #: for each output channel, the largest weight that its scales can represent; of more than 48 channels, the largest
     #: one in each of 48 runs of neighbours
     channels: list[float]
-    grid: tuple[float, float] | None  # ends of the range of the input's one scale; None: it has several scales
+    #: the smallest and the largest value that the input's one stored scale can represent; None: the input is in full
+    #: precision, has several scales, or a scale that is computed as the model runs
+    grid: tuple[float, float] | None
 
 
 @dataclass
@@ -162,9 +164,8 @@ class Report:
         layers: the facts of each layer that need no data, by module name.
         counts: the values of each layer's input and how often each was seen, by module name.
         drift: the history of the scales.
-        runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.summary.comparison_table` takes
-            them.
-        lines: further lines of the summary.
+        runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.runs.compared_runs` takes them.
+        lines: further lines of the summary; a string is one line.
         provenance: further facts on the origin of the report, by label (command, data, seed...), beside those of
             :func:`~lightning_obs.report.provenance.provenance`.
         against: the ``report.json`` of an earlier run, or its folder, with which the page compares this run.
@@ -195,6 +196,8 @@ class Report:
         """A report from facts by name: fields of :class:`Report` and of the classes of its parts.
 
         ``Results.facts`` of a callback calls it, for the callback's own report and for those of tasks that calibrate.
+        A callback's ``report()`` has checked the names that a user gives (:func:`fact_names`); an unknown name is a
+        KeyError here.
         """
         of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
         for name, fact in facts.items():
@@ -365,7 +368,8 @@ def known_facts(session: CalibrationSession) -> dict[str, Any]:
     targets = {target.name: target for target in session.plan.targets if not target.states}
     kinds: dict[str, tuple[int, int]] = {}
     sizes_of_modules: dict[str, tuple[int, int]] = {}
-    # The plan's names, and those of a checkpoint, are the merged model's.
+    # Sizes follow from the qparams on the modules, and another session may have written its own there since: so this
+    # session's are put there for the block. The plan's names, and those of a checkpoint, are the merged model's.
     with session.in_force(), without_wrappers(session.model), without_adapters(session.model):
         for name, size in _sizes(session.model).items():
             path, _, key = name.rpartition(".")
@@ -466,7 +470,13 @@ def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tupl
 def _grid(
     args: QuantizationArgs | None, scale: torch.Tensor | None, zero_point: torch.Tensor | None
 ) -> tuple[float, float] | None:
-    """The smallest and the largest value that an input with one scale can take."""
+    """The smallest and the largest value that an input with one scale can take, for :attr:`LayerFacts.grid`.
+
+    Args:
+        args: how the input is quantized; None: it is not.
+        scale: its stored scale; None: it has none.
+        zero_point: its stored zero point; None: it has none.
+    """
     if args is None or scale is None or scale.numel() != 1:
         return None
     offset = 0.0 if zero_point is None else float(zero_point)

@@ -139,7 +139,15 @@ def worse_than_calibrated(report: Report) -> list[str]:
 def _worsening(kind: MetricKind, before: float, after: float) -> float | None:
     """How much worse a finite value is: in nats, or as the share that is lost; None where that cannot be told.
 
-    An error's share follows from the quotient of the smaller by the larger, so that twice the error is a loss of half.
+    Negative where ``after`` is the better value. Called for the grade of a metric, and for metrics of the trained model
+    against the calibrated one.
+
+    - Equal values: 0, unless the kind is unknown.
+    - A loss: the difference.
+    - A perplexity: the logarithm of the quotient; None unless both values are above 0.
+    - An error: ``1 - before / after``, so that twice the error is a loss of half. No error is no loss, whatever was
+      before; None where a value is negative.
+    - A score: the share of it that is lost; None unless ``before`` is above 0.
     """
     if before == after and kind != "unknown":
         return 0.0
@@ -151,11 +159,9 @@ def _worsening(kind: MetricKind, before: float, after: float) -> float | None:
             return math.log(after / before)
         return None
     if kind == "error":
-        if before >= 0 and after > 0:
-            return 1 - before / after
-        if after == 0:
-            return 0.0
-        return None
+        if before < 0 or after < 0:
+            return None
+        return 1 - before / after if after > 0 else 0.0
     if kind == "score":
         if before > 0:
             return 1 - after / before
@@ -179,9 +185,10 @@ def _by_limits(value: float, limits: tuple[float, float]) -> Grade:
 
 
 def _numbers_of_training(report: Report) -> list[GradedNumber]:
-    """Each metric before and after training; a model that training made worse is at most usable.
+    """Each metric of the calibrated model beside that of the trained one; a model that got worse is at most usable.
 
-    A metric of which nobody knows which values are better is not graded, nor one that is not finite.
+    :func:`graded_numbers` calls it. A trained model whose metric is not finite has got worse. A metric of which nobody
+    knows which values are better, and one that was not finite before training, are not graded.
     """
     worse = worse_than_calibrated(report)
     numbers = []

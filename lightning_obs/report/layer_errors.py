@@ -84,11 +84,14 @@ def measure_layer_errors(
 ) -> list[LayerError]:
     """Compare every calibrated layer's output with and without quantization, worst first.
 
-    ``Results.layer_errors`` of a callback calls it where it has batches, and :func:`known_layer_errors` without them.
+    ``Results.layer_errors`` of a callback calls it if it was given batches; without batches it calls
+    :func:`known_layer_errors`.
 
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
-    are not a layer's output.
+    are not a layer's output. A layer without a measured output is left out of the result: no batch reached it, or its
+    output is no tensor. Errors of inputs and outputs are of this rank's batches alone; those of weights are of all
+    ranks.
 
     Args:
         model: a calibrated model.
@@ -101,12 +104,12 @@ def measure_layer_errors(
     outputs = LayerSums(list(layers))
     feeds = _Feeds()
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly(), left_as_it_was(model):
-        stack.enter_context(unfused(model))
+        stack.enter_context(unfused(model))  # torch's encoder layers call their Linears, so that hooks run
         stack.enter_context(feeds)
         for name, module in layers.items():
             probe = _probe(name, inputs, outputs, feeds, counts)
             handle = module.register_forward_hook(probe, with_kwargs=True)
-            remove_hook = keep_hook_out(module, handle)
+            remove_hook = keep_hook_out(module, handle)  # copies of the module do not have the hook
             stack.callback(remove_hook)
         if layers:
             for batch in batches:
@@ -196,9 +199,12 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
 def _weight_errors(
     model: nn.Module, layers: Mapping[str, nn.Module], collectives: Collectives | None
 ) -> dict[str, TensorError]:
-    """The error of every quantized weight, by module name. Every rank must call this; each measures its share."""
+    """The error of every quantized weight, by module name. Every rank must call this; each measures its share.
+
+    Called by :func:`measure_layer_errors` and :func:`known_layer_errors`.
+    """
     collectives = collectives or Collectives()
-    reshard(model)
+    reshard(model)  # after a forward FSDP2 may keep whole weights; ``held`` gathers shards
     with torch.inference_mode(False), torch.no_grad():
         sums = LayerSums(list(layers))
         for number, (name, module) in enumerate(layers.items()):

@@ -123,7 +123,12 @@ class _Run:
 
 
 def _remedies(run: _Run) -> list[Step]:
-    """Remedies by the share of the noise that they remove; of equal ones the cheaper first, and training last."""
+    """The remedies that a run offers, in the order in which they are shown; :func:`next_steps` calls it.
+
+    First come the steps that undo something which made the model worse: training, and a fit to the data. They cost
+    nothing and remove no known share of the noise. Then come remedies that remove at least :data:`_WORTH` of the noise,
+    the largest share first and of equal ones the cheaper first. Training, which takes longest, comes last.
+    """
     cheapest_first = [*_leave_out(run), *_budget(run), *_token_scales(run), *_observers(run), *_rounding(run)]
     steps = [step for step in cheapest_first if step.share >= _WORTH]
     steps.sort(key=lambda step: -round(step.share, 2))
@@ -199,7 +204,11 @@ def _observers(run: _Run) -> Iterator[Step]:
 
 
 def _rounding(run: _Run) -> Iterator[Step]:
-    """Weights of fewer than eight bits rounded to the integers that their inputs need, unless the run did so."""
+    """Weights of fewer than eight bits rounded to the integers that their inputs need, unless the run did so.
+
+    The recipe ``accurate`` brings the rounding and the observer of weights that belongs to it. An observer of weights
+    that the user has named would keep the recipe from weights, so the proposed call does not name it.
+    """
     report = run.report
     if (
         report.options is None
@@ -220,7 +229,13 @@ def _rounding(run: _Run) -> Iterator[Step]:
 
 
 def _without_data(run: _Run) -> Iterator[Step]:
-    """Weights that are not fitted to data, where fitting them loses on batches that were kept out."""
+    """Weights that are not fitted to data, where fitting them loses on batches that were kept out.
+
+    The fit of a few layers was judged on every fourth batch, which it did not see (``calibration/fit_errors.py``):
+    fitted weights lose if the errors of the layers' outputs are larger there than with weights chosen without data. The
+    recipe ``fast`` chooses weights without data. An observer of weights that the user has named would keep the recipe
+    from weights, so the proposed call does not name it.
+    """
     report = run.report
     result = report.result
     if report.options is None or result is None or not loses(result.fit_errors):
@@ -230,8 +245,9 @@ def _without_data(run: _Run) -> Iterator[Step]:
     observers = _plain_observers(report.options)
     observers.pop("weight", None)
     changes: dict[str, Any] = {"observers": observers or None, "rounding": None, "recipe": "fast"}
-    _, change = fit_changes(result.fit_errors)
-    reason = f"fitted to this calibration data, errors on other data of its kind are {percent(change)} larger"
+    _, change_on_kept_out = fit_changes(result.fit_errors)  # the first number is that on batches fitted to
+    larger = percent(change_on_kept_out)
+    reason = f"fitted to this calibration data, errors on other data of its kind are {larger} larger"
     python = _calibration(report, **changes)
     yield Step("without_data", "Choose the weights without data", reason, python, changes)
 
@@ -300,8 +316,10 @@ def _calibration(report: Report, **changes: Any) -> str:
 def call_text(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
     """The call of a callback with the options of the run and ``changes``; options with default values are left out.
 
-    Where an option cannot be written as text, the call reads ``callback.options``. Next steps call this for their
-    Python, and the provenance of a report for its options.
+    Text is written for options that are strings, bools, whole numbers (no option is a float), lists, tuples and dicts,
+    and for a scheme that is a preset's name. With any other option, such as a :class:`.Recipe`, the call reads
+    ``callback.options``: the options of the callback that the user has made for the run. Next steps call this for
+    their Python, and the provenance of a report for its options, with ``CalibrationOptions`` as ``callback``.
 
     >>> call_text("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
     "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True)"

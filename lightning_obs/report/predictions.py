@@ -138,7 +138,8 @@ def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterato
     """Call ``see`` with the logits ``(positions, classes)`` of each call of ``model`` inside the ``with`` block.
 
     Positions that the call's ``attention_mask`` leaves out are not in them. A call is passed over if its output has no
-    logits, or if it is not known which dimension of them the classes are.
+    logits, or if it is not known which dimension of them the classes are. :meth:`Predictions.kept` and
+    :meth:`Predictions.compared` enter it. Its hook is not in copies that are made of the model meanwhile.
     """
     last_layer = LastLayer()
 
@@ -157,5 +158,7 @@ def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterato
 
     with run_eagerly(), ExitStack() as stack:
         last_layer.watch(model, stack)
-        stack.callback(keep_hook_out(model, model.register_forward_hook(hook, with_kwargs=True)))
+        handle = model.register_forward_hook(hook, with_kwargs=True)
+        remove_hook = keep_hook_out(model, handle)
+        stack.callback(remove_hook)
         yield

@@ -20,6 +20,9 @@ from lightning_obs.report.metrics import TensorError
 from lightning_obs.report.numbers import human_size, moved_texts, number, quality_of, relative_change
 from lightning_obs.schemes.config import as_names
 
+#: characters of a line that no table needs; rich measures a table only within a width
+_WIDEST = 1000
+
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
     """The closing report of a calibration, with as many of its worst layers as ``worst`` says.
@@ -37,7 +40,11 @@ def summary(report: Report, worst: int = 5) -> RenderableType:
 
 
 def _lines(report: Report, result: CalibrationResult) -> list[str]:
-    """The lines below the table of layers."""
+    """The lines below the table of layers, for :func:`summary`.
+
+    The poor layers; the modules without data; the experts' tokens; the modules that borrowed the range of others; the
+    facts of the run; and the report's own lines, of which a string is one.
+    """
     lines: list[str] = []
     poor = report.poor_layers
     if poor:
@@ -59,7 +66,11 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
 
 
 def layer_table(errors: Sequence[LayerError]) -> Table:
-    """Layers with their error, one row each. Columns without values are left out, and rows, if any has one.
+    """Layers with their error, one row each.
+
+    Where outputs were measured, the columns are name, SQNR, clipped share and input range, and so they are where no
+    weight's error is known. Where weights are known without outputs, the columns are the name and all others that have
+    a value. Rows without any value are left out, unless all rows are without.
 
     A callback prints it after a calibration (``Results.show_calibration``), and :func:`summary` holds it.
     """
@@ -193,14 +204,17 @@ def _number_or_empty(value: float | None, form: str) -> str:
     return format(value, form)
 
 
-def print_report(report: RenderableType) -> None:
+def print_report(renderable: RenderableType) -> None:
     """Print to the terminal, at a width that cuts no column of a table, wherever output goes.
 
     Called for closing reports, comparisons of runs, and the tables of tasks that choose.
+
+    Args:
+        renderable: what rich can print: a table, or a group of texts and tables.
     """
     terminal = Console()
-    wide_options = terminal.options.update(width=1000)
-    whole_width = Measurement.get(terminal, wide_options, report).maximum
+    wide_options = terminal.options.update(width=_WIDEST)
+    whole_width = Measurement.get(terminal, wide_options, renderable).maximum
     width = max(terminal.width, whole_width)
     console = Console(width=width, highlight=False, soft_wrap=True)
-    console.print(report)
+    console.print(renderable)

@@ -60,14 +60,14 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
         fused_sets: attribute names, under one parent, of the modules that an engine fuses.
 
     Raises:
-        CalibrationError: see the message; nothing was changed.
+        CalibrationError: see the message. Nothing was changed but the package's own mark on the model's LoRA layers.
     """
     require_transformers(model)
     config = config.model_copy(deep=True)
     ignore = list(config.ignore or [])
     groups_by_target = leave_out_absent_classes(model, _groups_by_target(config))
     check_patterns(model, groups_by_target, ignore)
-    register_adapters(model)
+    register_adapters(model)  # each base layer's mark then names the LoRA layer around it: adapters count as its weight
     has_cache = any(map(is_cached_attention_module, model.modules()))
     targets: list[PlannedModule] = []
     if has_cache or config.kv_cache_scheme is not None:
@@ -302,7 +302,14 @@ def unsuited(model: nn.Module, targets: Sequence[PlannedModule], selected_by_cla
 
 
 def _unplanned_embedding(sharing: Sequence[tuple[str, nn.Module]], planned: Set[int]) -> str | None:
-    """The name of the first Embedding among the modules that share a weight, if it is not planned."""
+    """The name of the first Embedding that is not planned, among the modules that share a weight; None without one.
+
+    :func:`unsuited` calls it for each weight that several modules share.
+
+    Args:
+        sharing: names and modules.
+        planned: ids of the planned modules.
+    """
     for name, module in sharing:
         if isinstance(module, nn.Embedding) and id(module) not in planned:
             return name
@@ -399,6 +406,7 @@ def _check_weights(weighted: Sequence[PlannedModule]) -> None:
     )
     not_floating: list[str] = []
     for target in weighted:
+        # The tensor beside which qparams are stored is the weight itself; None: the attribute ``weight`` is no tensor.
         weight = qparams_home(target.module)
         if weight is not None and not weight.is_floating_point():
             not_floating.append(target.name)
@@ -537,7 +545,8 @@ def warn_left_in_float(
 
     The last step of ``build_plan``. A user asks for it by ``ignore``, or by targets other than the default, the class
     ``Linear``, which matches little of a convolutional net. Embeddings of a transformers model usually stay, and do not
-    count.
+    count. Under FSDP1 nothing is said: there a module has only a piece of its weight, perhaps an empty one
+    (``model/fsdp1.py``), so the bytes that it holds say nothing.
     """
     weighted = _with_weights(targets)
     has_default_targets = groups_by_target.keys() == {"Linear"}
@@ -603,11 +612,12 @@ def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
 def leave_out_absent_classes(
     model: nn.Module, by_target: Mapping[str, QuantizationScheme]
 ) -> dict[str, QuantizationScheme]:
-    """Leave out targets that name a class of torch of which the model has no module, so that one list fits many models.
+    """Leave out targets that name a class of which the model has no module, so that one list fits many models.
 
-    ``build_plan`` calls it before :func:`check_patterns`. Two kinds of targets stay, so that :func:`check_patterns`
-    refuses them: a name that is no class of torch, which may be misspelt; and all targets of a group in which none
-    matches. A group that quantizes outputs alone may match nothing.
+    The class is one of ``torch.nn``, or ``Conv1D`` of transformers. ``build_plan`` calls this before
+    :func:`check_patterns`. Two kinds of targets stay, so that :func:`check_patterns` refuses them: a name that is no
+    such class, which may be misspelt; and all targets of a group in which none matches. A group that quantizes outputs
+    alone may match nothing.
 
     Args:
         model: the module that will be calibrated.

@@ -289,14 +289,16 @@ def scale_shape(target: PlannedModule, base_name: str, args: QuantizationArgs) -
     matrix = matrix_shape(target.module)
     if base_name == "weight" and matrix is not None:
         weight = torch.empty(matrix, device="meta")
-        return tuple(flatten_for_calibration(weight, "weight", args).shape[1:-1])
+        flat = flatten_for_calibration(weight, "weight", args)  # (observations, *shape of the scale, values per scale)
+        return tuple(flat.shape[1:-1])
     if args.strategy not in ("group", "tensor_group"):
         return (1,)
     if matrix is None or len(whole_shape(target.module) or ()) != 2:
         return None
     rows, columns = matrix
     channels = columns if base_name == "input" else rows
-    return (channels // int(args.group_size or 1),)
+    assert args.group_size is not None  # QuantizationArgs requires it for groups
+    return (channels // args.group_size,)
 
 
 # ---------------------------------------------------------------------- the share left in float
@@ -319,7 +321,8 @@ def shares_in_float(
     """How much of a model stays in float: by class of module, its share of the bytes of all parameters.
 
     Only parameters in modules without a quantized weight count. Called by the callback for the line that says what it
-    calibrates, and when a calibration has ended, for its result.
+    calibrates, and when a calibration has ended, for its result. Parameters that accelerate has offloaded are not
+    loaded: under ``at_rest`` modules show them where they rest, which is enough for their sizes.
 
     Args:
         model: the module that is calibrated; tied parameters count once.
@@ -344,8 +347,10 @@ def shares_in_float(
     for name in order:
         module = modules[name]
         is_quantized = id(module) in quantized
+        # In a LoRA layer of peft, ``base_layer`` is the module that was there before. The other modules are adapters,
+        # which are merged into the weight of the base layer, so they take no bytes of their own.
         if name in adapters and not name.endswith("base_layer"):
-            continue  # it is a part of the base layer's weight
+            continue
         for key, parameter in module._parameters.items():
             shape = None if parameter is None else whole_shape(module, key)
             if parameter is None or shape is None or identity(module, key) in counted:

@@ -58,8 +58,8 @@ class BlockRunner:
     """Runs the model of a session on all batches, one block at a time, while the session observes it.
 
     A calibration layer by layer makes one, and calls :meth:`run` once for each block, or twice if the next block's
-    inputs are to be quantized: the second run observes nothing. Modules before the first block are observed in the
-    first run, modules between two blocks with the second.
+    inputs are to be quantized: then a block's second run observes nothing. Modules before the first block are observed
+    in the first run of all, modules between two blocks in the first run of the later block.
 
     Args:
         session: its model is run, and its observers see the block that runs.
@@ -88,6 +88,12 @@ class BlockRunner:
 
     def run(self, block: int, observe: bool = True, keep: bool = True) -> None:
         """Run a loaded block on all batches, from the outputs of the block before.
+
+        ``BlockForward`` runs the model's own forward up to the end of the block. It passes the earlier blocks over and
+        calls ``on_skipped`` for each of them. Observers ignore calls (``session.ignore_calls``) until the model has
+        passed over the block directly before this one. So they see what is between the two blocks, and this block; in
+        the first run of all also what is before the first block. Each batch runs once for every block: its number tells
+        the observers which batch it is (``number_batch``), so that they do not count it again.
 
         Args:
             block: its number; ``len(blocks)``: the modules after the last block.

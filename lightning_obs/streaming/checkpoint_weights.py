@@ -30,7 +30,7 @@ from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apar
 from lightning_obs.streaming.worker_processes import quantize_in_processes
 
 
-@takes_keywords_of(CalibrationOptions)
+@takes_keywords_of(CalibrationOptions)  # the signature then shows the names and defaults behind ``**options``
 def quantize_checkpoint(
     folder: str | os.PathLike[str],
     out: str | os.PathLike[str],
@@ -93,7 +93,7 @@ def quantize_checkpoint(
                 expected = f"{files.tally.total:,}"
                 raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
             unnamed.close()  # the folder takes its name
-        grids = ranks.gather_object(files.grids)
+        grids = ranks.gather_object(files.grids)  # what the observer ``lattice`` found in the weights of each rank
     result = result_of(files.observation)
     for grids_of_rank in grids:
         result.grids |= grids_of_rank

@@ -44,7 +44,8 @@ class FinishedBlocks:
         self._unfinished = unfinished
         self._source = source
         self._facts = facts
-        #: the checksum of each file that this rank has written
+        #: the checksum of each file that this rank has written; never None, which :func:`.file_checksum` gives for a
+        #: folder
         self._file_checksums: dict[str, int | None] = {}
         source.reader.watch()
 

@@ -326,7 +326,7 @@ class _LayerwiseRun:
         """
         stepwise.calibrate_position(position)
         stepwise.calibrate_rest(self._parts[position])
-        self.result.qparams = {}  # they are in the files
+        self.result.qparams = {}  # the modules hold them; from there the caller writes them to the part's file
         self._count_measurements()
 
     def _release(self, module_names: Collection[str]) -> None:

@@ -89,7 +89,8 @@ class QuantizedFiles:
             self.layout[tensor.stored_as] = source.reader.meta(name)
         total = sum(meta.nbytes for meta in self.layout.values())
         self.tally = Tally(total, progress)
-        #: of the weights that were quantized here, how much lies on a grid, where their observer looked for one
+        #: by name of a module that was quantized here with the observer ``lattice``, two shares of its weight's scales:
+        #: of those whose values all lie on a grid, and of those whose values are stored bit for bit; for the result
         self.grids: dict[str, GridShares] = {}
 
     @classmethod
@@ -225,7 +226,9 @@ class QuantizedFiles:
     def write_module(self, writer: TensorWriter, module_name: str) -> None:
         """Write the entries of a loaded module, compressed if it holds qparams.
 
-        Called by :meth:`quantize`, and by the calibration layer by layer for each module of a part.
+        Large entries come as several blocks of rows, so that no whole compressed weight is in memory; ``first`` is the
+        index of a block's first row. Called by :meth:`quantize`, and by the calibration layer by layer for each module
+        of a part.
 
         Args:
             writer: of the new files.

@@ -101,9 +101,12 @@ class CheckpointSource:
     def _locate(self, name: str, stack_names: Mapping[str, str]) -> Location | None:
         """Find a parameter or buffer in the files: under one of its names, or in a stack of experts.
 
+        The constructor calls it for each parameter and buffer.
+
         Args:
             name: its name in the model.
-            stack_names: of :func:`_names_of_stacks`.
+            stack_names: of :func:`_names_of_stacks`: by a stack's name in the model before experts became Linears, its
+                name in the files.
 
         Returns:
             None if the files do not hold it.
@@ -118,7 +121,7 @@ class CheckpointSource:
             return None
         container, _, index = expert_name.rpartition(".")
         roles = {name_in_expert: role for role, name_in_expert in expert.projections.items()}
-        role = roles[projection]
+        role = roles[projection]  # all tensors of a LinearExpert are weights and biases of its projections
         suffix = "_bias" if key == "bias" else ""
         stacks = [f"{role}_proj{suffix}"]
         if role != "down":
@@ -269,7 +272,9 @@ def _refuse_quantized(folder: Path) -> None:
 def _names_of_stacks(model: nn.Module) -> dict[str, str]:
     """The stacks of experts that files may hold: by name in the model, the name in files.
 
-    Left out are stacks that transformers converts when it saves: a tensor under their name would be something else.
+    A stack is saved under its own name or another one (``renamed``). Or transformers splits it when it saves; files
+    that were not saved by transformers may hold it as it is, under its name in the model. Left out are stacks under
+    whose name transformers saves another tensor (``files``). The constructor of `CheckpointSource` calls it.
 
     Args:
         model: on the meta device, before its experts become Linears.

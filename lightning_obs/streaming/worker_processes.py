@@ -103,7 +103,11 @@ def quantize_in_processes(
 
 
 def _start(setup: _Setup) -> None:
-    """Called once in each process, before its work: open the source and the new files until the process ends."""
+    """Called once in each process, before its work: open the source and the new files until the process ends.
+
+    At the process's end the source is closed. The writer needs no closing: it writes without buffers, each tensor to
+    its place in the file (``os.pwrite``), and the system closes the files.
+    """
     torch.set_num_threads(setup.threads)
     for name in setup.imports:
         import_module(name)
