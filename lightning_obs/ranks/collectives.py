@@ -61,7 +61,7 @@ class Collectives:
     def of_group(cls, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Collectives:
         """The collectives of ``torch.distributed``, for work without a Trainer.
 
-        Called by the command line's ``task=weights`` for ``quantize_checkpoint`` and ``calibrate_layerwise``, by
+        Called by ``app/tasks/weights.py`` for ``quantize_checkpoint`` and ``calibrate_layerwise``, by
         ``export_checkpoint`` for a model that FSDP2 shards, and by users for a ``CalibrationSession``.
 
         Args:
