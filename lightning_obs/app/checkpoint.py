@@ -179,7 +179,6 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
     Raises:
         CalibrationError: the new process cannot load the checkpoint.
     """
-    options = job.config.export
     file = Path(job.config.output_dir) / "reference.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -193,21 +192,46 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
     if job.config.model.get("trust_remote_code"):
         command.append("--trust-remote-code")
     with step("loading the checkpoint in a new process"):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=options.verify_timeout, check=False)
-    output = done.stdout.strip()
-    errors = done.stderr.strip()
-    if not output:
-        raise CalibrationError(
-            "the checkpoint was written, but a new process cannot load it",
-            where=[str(folder)],
-            got=errors.splitlines()[-1] if errors else f"exit code {done.returncode}",
-        )
-    answer = json.loads(output.splitlines()[-1])
+        answer = _answer_of_process(command, folder, job.config.export.verify_timeout)
     line = (
         f"loaded in a new process (transformers {answer['transformers']}, lightning_obs not imported): "
         f"largest difference of {answer['kind']} {answer['difference']}"
     )
     return answer["difference"], [line]
+
+
+def _answer_of_process(command: list[str], folder: Path, seconds: float) -> dict[str, Any]:
+    """Run ``reload_check.py`` in a process, and return the JSON object in the last line that it prints.
+
+    Code that comes with a model may print lines before.
+
+    Args:
+        command: the program and its arguments.
+        folder: the folder of the checkpoint, for errors.
+        seconds: the longest time that the process may take.
+
+    Raises:
+        CalibrationError: the process fails, or takes longer.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        raise CalibrationError(
+            "the checkpoint was written, but a new process has not loaded it in time",
+            where=[str(folder)],
+            got=f"more than {seconds} s",
+            remedy="raise export.verify_timeout, or set export.verify=false.",
+        ) from None
+    output = done.stdout.strip()
+    errors = done.stderr.strip()
+    if done.returncode or not output:
+        raise CalibrationError(
+            "the checkpoint was written, but a new process cannot load it",
+            where=[str(folder)],
+            got=errors.splitlines()[-1] if errors else f"exit code {done.returncode}",
+        )
+    answer: dict[str, Any] = json.loads(output.splitlines()[-1])
+    return answer
 
 
 def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tuple[float, list[str]]:
@@ -230,8 +254,17 @@ def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
     batch = next(iter(job.data.test_dataloader()))
     inputs = job.inputs(apply_to_collection(batch, torch.Tensor, _first_sample))
     with left_as_it_was(model), torch.inference_mode():
-        _, output = reload_check.first_tensor(model(**inputs))
-    return inputs, output
+        output = model(**inputs)
+    try:
+        _, compared = reload_check.first_tensor(output)
+    except ValueError as error:
+        raise CalibrationError(
+            "the checkpoint was written, but its outputs cannot be compared",
+            got=str(error),
+            expected="an output with tensors",
+            remedy="export.verify=false.",
+        ) from error
+    return inputs, compared
 
 
 def _first_sample(values: torch.Tensor) -> torch.Tensor:

@@ -77,18 +77,30 @@ def align(model: Any) -> None:
 
 
 def first_tensor(output: Any) -> tuple[str, Any]:
-    """Return the tensor to compare in a model's output: the logits, or else the first tensor.
+    """Return the tensor to compare in a model's output: the logits, or else the first tensor that is not empty.
 
-    Called for the outputs of the calibrated model and of the loaded model.
+    Called for the outputs of the calibrated model and of the loaded model: by :func:`main`, and by ``checkpoint.py``.
+
+    Args:
+        output: an output of transformers, a tensor, or tuples, lists and dicts of tensors.
 
     Returns:
         Its kind in words (``logits``, ``hidden states`` or ``outputs``), and the tensor.
+
+    Raises:
+        ValueError: the output has no tensor.
     """
+    from torch import Tensor  # here, because `main` must first take this file's folder off the path
+    from torch.utils._pytree import tree_leaves
+
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
     if hasattr(output, "to_tuple"):
         return "hidden states", output.to_tuple()[0]
-    return "outputs", output
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.numel():
+            return "outputs", leaf
+    raise ValueError(f"{type(output).__name__} has no tensor to compare")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,15 @@
-"""What the new process does with the model before it compares."""
+"""The load of a written checkpoint in a new process: what it compares, and how it fails."""
 
+import sys
+from pathlib import Path
+
+import pytest
 import torch
 from torch import nn
 
-from lightning_obs.app.reload_check import align
+from lightning_obs import CalibrationError
+from lightning_obs.app.checkpoint import _answer_of_process
+from lightning_obs.app.reload_check import align, first_tensor
 
 
 def at_an_odd_address(value, offset):
@@ -33,3 +39,32 @@ def test_tied_weights_stay_tied_and_buffers_are_moved_too():
     align(model)
     assert model[1].weight is model[0].weight
     assert model[0].weight.data_ptr() % 64 == model[2].running_mean.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (
+            "print('loading'); raise ValueError('no such weight')",
+            r"cannot load it: out. Got ValueError: no such weight",
+        ),
+        ("import time; time.sleep(60)", r"in time: out. Got more than 0.5 s.*raise export\.verify_timeout"),
+    ],
+)
+def test_a_process_that_fails_is_an_error_that_names_the_checkpoint(program, message):
+    with pytest.raises(CalibrationError, match=message):
+        _answer_of_process([sys.executable, "-c", program], Path("out"), seconds=0.5 if "sleep" in program else 60)
+
+
+@pytest.mark.parametrize(
+    "make_output", [lambda x: (None, x), lambda x: [{"scores": x}], lambda x: {"boxes": x[:0], "x": x}]
+)
+def test_the_first_tensor_of_nested_outputs_is_compared(make_output):
+    values = torch.ones(2, 3)
+    kind, compared = first_tensor(make_output(values))
+    assert (kind, compared is values) == ("outputs", True)
+
+
+def test_an_output_without_tensors_cannot_be_compared():
+    with pytest.raises(ValueError, match="has no tensor"):
+        first_tensor({"words": "none"})
