@@ -7,10 +7,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.app.models.pretrained import load_pretrained
+from lightning_obs.app.models.pretrained import _refuse_damaged_scales, load_pretrained
 from lightning_obs.files.write import CONTENTS_FILE
 from tests.support.tiny_model import save_tiny_bert, save_tiny_llama, save_tiny_t5
 
@@ -62,6 +63,12 @@ def test_scales_that_cannot_be_are_named_where_there_are_no_checksums(folder, va
     without_list(folder, lambda scale: scale[:1].fill_(value))
     with pytest.raises(CalibrationError, match=r"scales that are negative or not finite: .*weight_scale"):
         load(folder)
+
+
+def test_a_scale_that_the_model_has_learned_may_be_negative():
+    model = nn.Linear(2, 2)
+    model.logit_scale = nn.Parameter(torch.tensor(-1.0))
+    _refuse_damaged_scales(model, "float")
 
 
 def exported(folder, scheme, **options):

@@ -31,7 +31,7 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage, whole_folder
 from lightning_obs.model.kinds import require_transformers
-from lightning_obs.model.module_qparams import args_of
+from lightning_obs.model.module_qparams import CALIBRATED, args_of
 from lightning_obs.numerics.qparams import can_be_signed
 from lightning_obs.streaming.meta_model import custom_code_named
 
@@ -113,11 +113,18 @@ def load_pretrained(
 
 
 def _refuse_absent_folder(name: str) -> None:
-    """Raise for a path that does not exist; transformers looks up other names on the hub."""
+    """Raise for a path that does not exist; transformers looks up other names on the hub.
+
+    :func:`load_pretrained` calls this before it loads anything. If an export that was killed has left hidden folders
+    beside the path, they are deleted; the checkpoint that the export was replacing gets its name back.
+
+    Args:
+        name: a path, or a name on the hub. A name counts as a path if it begins with ``/``, ``.`` or ``~``, or if it
+            has more than one ``/``.
+    """
     folder = Path(name)
     if folder.exists():
         return
-    # an export that was killed may have moved the folder aside
     clean_up_after_killed_writers(Path(os.path.abspath(folder)).parent)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if is_path and not folder.exists():
@@ -153,7 +160,12 @@ def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
 def _refuse_damaged_scales(model: Any, name: str) -> None:
     """Raise for quantization scales that are negative or not finite, which a checkpoint without checksums may hold.
 
-    Weight scales may be negative where the scheme lets observers choose the sign.
+    :func:`load_pretrained` calls this with the loaded model. Weight scales may be negative where the scheme lets
+    observers choose the sign. Parameters of the model's own that are called scales (``logit_scale``) are not looked at.
+
+    Args:
+        model: a model of transformers, quantized or not.
+        name: the model's folder or name, for the error.
     """
     may_be_negative = set()
     for module_name, module in model.named_modules():
@@ -162,7 +174,8 @@ def _refuse_damaged_scales(model: Any, name: str) -> None:
             may_be_negative.add(f"{module_name}.weight_scale")
     damaged = []
     for key, scale in model.state_dict().items():
-        if not key.endswith("scale") or scale.is_meta or not scale.is_floating_point():
+        is_of_quantization = key.rpartition(".")[2] in CALIBRATED and key.endswith("scale")
+        if not is_of_quantization or scale.is_meta or not scale.is_floating_point():
             continue
         values = scale.float()
         is_negative = key not in may_be_negative and bool((values < 0).any())
