@@ -6,7 +6,7 @@ checks them here. ``step_commands.py`` checks the words of the commands that it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatch
 from typing import Any
 
@@ -30,13 +30,21 @@ def typed_words() -> list[str] | None:
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
-    words = []
-    for source in hydra.runtime.config_sources:
-        if source.provider == "command-line":
-            words.append(f"--config-dir={source.path}")
+    words = folders_of_configs(hydra.runtime.config_sources)
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} is kept as it was typed
     words.extend(str(override) for override in overrides)
     return words
+
+
+def folders_of_configs(sources: Iterable[Any]) -> list[str]:
+    """Return the word ``--config-dir=<folder>`` of a command if the user typed it; else no words.
+
+    :func:`typed_words` calls it for a run, and the comparison of a ``--multirun`` for the command of all its runs.
+
+    Args:
+        sources: Hydra's record of where it looked for configs, ``hydra.runtime.config_sources``.
+    """
+    return [f"--config-dir={source.path}" for source in sources if source.provider == "command-line"]
 
 
 def typed_overrides() -> list[str]:

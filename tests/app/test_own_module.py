@@ -8,12 +8,14 @@ import sys
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_obs import CalibrationError
 from lightning_obs.app.main import run
+from lightning_obs.app.tasks.compare import _multirun_command
 from tests.support.markdown import ROOT
 
 
@@ -114,6 +116,13 @@ def test_a_config_of_ones_own_can_require_a_key(command_line, tmp_path):
     done = command_line("--config-dir=mine", "model=two", *words_of("Two")[2:], tiny=False)
     assert done.returncode == 1
     assert "model.width has to be given" in done.stderr
+
+
+def test_the_command_of_a_multirun_has_the_folder_of_its_configs():
+    runtime = {"config_sources": [{"provider": "main", "path": "/a"}, {"provider": "command-line", "path": "/mine"}]}
+    config = OmegaConf.create({"hydra": {"runtime": runtime, "overrides": {"task": ["scheme=fp8,w8a8"]}}})
+    command = "python -m lightning_obs --multirun --config-dir=/mine scheme=fp8,w8a8"
+    assert _multirun_command(config) == command
 
 
 METRICS = ("perplexity", "accuracy")

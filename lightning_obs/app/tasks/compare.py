@@ -18,6 +18,7 @@ from lightning_obs.app.from_config import check_data, facts_for_data, load_modul
 from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.run_report import run_provenance
 from lightning_obs.app.tasks.task import Task
+from lightning_obs.app.typed_words import folders_of_configs
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.report.facts import Report
@@ -152,8 +153,9 @@ class ComparisonTable(Callback):
 
 
 def _multirun_command(config: DictConfig) -> str:
-    """The command of a ``--multirun``, made of the words that Hydra keeps."""
-    words = [str(word) for word in config.hydra.overrides.task]
+    """The command of a ``--multirun``, made of what Hydra keeps: the folder of ``--config-dir``, and the overrides."""
+    words = folders_of_configs(config.hydra.runtime.config_sources)
+    words += [str(word) for word in config.hydra.overrides.task]
     return shlex.join(["python", "-m", "lightning_obs", "--multirun", *words])
 
 

@@ -86,7 +86,9 @@ class Lora(Task):
     def run(self) -> None:
         """Measure the model, train the adapters, measure, write the adapters, load them again and measure, report.
 
-        ``main.run`` calls it on every rank, after :meth:`check`; rank 0 writes.
+        ``main.run`` calls it on every rank, after :meth:`check`; rank 0 writes. With ``evaluate=false`` nothing is
+        measured. The adapters are loaded again only if ``model`` has the key ``adapters``: a module of the user's need
+        not take such an argument.
         """
         module = self.module
         self._measure(module, "without training")
@@ -103,8 +105,11 @@ class Lora(Task):
             with whole_folder(self.folder, self.config.export.overwrite) as partial:
                 module.model.save_pretrained(partial)
         self.trainer.strategy.barrier("adapters are written")
-        if self.qualities:
-            self._measure(make_module(self.config, lora=None, adapters=str(self.folder)), "with adapters loaded again")
+        if self.qualities and "adapters" in self.config.model:
+            arguments: dict[str, str | None] = {"adapters": str(self.folder)}
+            if "lora" in self.config.model:
+                arguments["lora"] = None  # no new adapters beside the loaded ones
+            self._measure(make_module(self.config, **arguments), "with adapters loaded again")
         if self.trainer.is_global_zero:
             self._report()
 
