@@ -21,18 +21,26 @@ def say_duration(job: Job, passes: int) -> None:
 
     Args:
         job: the job of the run; its model and data are loaded.
-        passes: about how many batches the whole run forwards.
+        passes: about how many batches each device forwards in the whole run.
     """
     if passes < _WORTH_SAYING:
         return
     [inputs] = job.first_inputs(job.data.test_dataloader(), 1)
     with left_as_it_was(job.model), torch.inference_mode():
-        job.model(**inputs)
+        job.model(**inputs)  # not timed: the first pass also allocates memory and chooses kernels
+        _wait_for(job.trainer.strategy.root_device)
         started = time.perf_counter()
         job.model(**inputs)
+        _wait_for(job.trainer.strategy.root_device)
         seconds = time.perf_counter() - started
     minutes = passes * seconds / 60
     say(
         f"· about {minutes:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
         f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
     )
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until an accelerator has finished: a forward pass there returns before its kernels have run."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

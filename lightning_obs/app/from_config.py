@@ -22,7 +22,7 @@ from lightning_obs.app.console import step
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.steps_bar import make_steps_bar
 from lightning_obs.calibration.options import CalibrationOptions
-from lightning_obs.callbacks.lightning_package import package_of
+from lightning_obs.callbacks.lightning_package import class_of, package_of
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.model.weight import stay_put
@@ -207,17 +207,21 @@ def read_data(config: DictConfig, facts: Mapping[str, Any]) -> LightningDataModu
 
 
 def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
-    """Make the Trainer that ``trainer`` describes, with these callbacks.
+    """Make the Trainer that ``trainer`` describes, with these callbacks before those of ``trainer.callbacks``.
 
-    Tasks call it for each of their loops: to calibrate, to train, and to measure.
+    Tasks call it for each of their loops: to calibrate, to train, and to measure. A Trainer of Lightning also gets the
+    command line's own progress bar (:func:`make_steps_bar`), unless ``trainer.enable_progress_bar`` is off or the
+    config has another bar.
     """
     trainer_class = _trainer_class(config)
+    of_config = instantiate(config.trainer.get("callbacks")) or []
     bars = []
     package = package_of(trainer_class)
-    if package is not None and config.trainer.get("enable_progress_bar", True):
+    has_bar = any(class_of(callback, "ProgressBar") for callback in of_config)
+    if package is not None and config.trainer.get("enable_progress_bar", True) and not has_bar:
         bars.append(make_steps_bar(package))
     target = f"{trainer_class.__module__}.{trainer_class.__qualname__}"
-    return instantiate(config.trainer, _target_=target, callbacks=[*callbacks, *bars])
+    return instantiate(config.trainer, _target_=target, callbacks=[*callbacks, *of_config, *bars])
 
 
 def _trainer_class(config: DictConfig) -> type[Trainer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -140,9 +141,9 @@ class Job:
         return module, model
 
     def batches(self, name: str) -> int:
-        """Return a number of batches from the config: ``data.<name>``, or 0 without such a key.
+        """Return how many of the ``data.<name>`` batches each device gets in a loop of Lightning; 0 without such a key.
 
         ``passes`` of a task calls it to estimate the duration of a run, and ``Finetune.check_task`` to refuse a run
         without training batches.
         """
-        return int(self.config.data.get(name) or 0)
+        return math.ceil(int(self.config.data.get(name) or 0) / self.trainer.world_size)

@@ -4,15 +4,18 @@ import json
 import re
 import shutil
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import Timer, TQDMProgressBar
 from lightning.pytorch.demos.boring_classes import BoringModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lightning_obs import CalibrationCallback, CalibrationError, CalibrationOptions, CalibrationWarning
 from lightning_obs.app.from_config import make_options, make_trainer
+from lightning_obs.app.job import Job
 from lightning_obs.app.main import run
 from lightning_obs.report.numbers import number
 
@@ -159,6 +162,24 @@ def test_the_bar_of_a_fit_that_steps_end_names_no_last_epoch(composed):
             make_trainer(composed("trainer.enable_progress_bar=true", f"+trainer.{end}"), shown).fit(BoringModel())
         plain = [re.sub(r"\[\w+\]", "", shown_text).strip() for shown_text in shown.texts]  # Lightning 2.4 colours it
         assert [shown_text for shown_text in plain if "Epoch" in shown_text] == [text]
+
+
+def test_callbacks_of_the_config_stay_beside_those_of_the_task(composed):
+    timer = "+trainer.callbacks=[{_target_: lightning.pytorch.callbacks.Timer}]"
+    callbacks = make_trainer(composed(timer), Shown()).callbacks
+    assert [type(callback) for callback in callbacks if isinstance(callback, (Shown, Timer))] == [Shown, Timer]
+
+
+def test_a_bar_of_the_config_replaces_the_bar_of_the_steps(composed):
+    bar = "+trainer.callbacks=[{_target_: lightning.pytorch.callbacks.TQDMProgressBar}]"
+    trainer = make_trainer(composed("trainer.enable_progress_bar=true", bar))
+    assert type(trainer.progress_bar_callback) is TQDMProgressBar
+
+
+def test_each_of_two_devices_gets_half_of_the_batches(composed):
+    job = Job(composed("data.batches=3"))
+    job.trainer = SimpleNamespace(world_size=2)
+    assert (job.batches("batches"), job.batches("eval_batches"), job.batches("no_batches")) == (2, 1, 0)
 
 
 def test_fine_tuning_prints_four_perplexities_of_which_the_last_two_are_one(composed, tmp_path, capsys, verified_here):
