@@ -39,6 +39,7 @@ def main() -> None:
     trace = os.environ.get("HYDRA_FULL_ERROR") == "1"
     OmegaConf.register_new_resolver("described", described, replace=True)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which are explained below
+    #: errors of the failed runs of a --multirun, in the order of the runs
     failures: list[Exception] = []
 
     def task(config: DictConfig) -> Any:
@@ -49,14 +50,14 @@ def main() -> None:
         except Exception as error:
             if HydraConfig.get().mode is not RunMode.MULTIRUN:
                 raise
-            failures.append(error)  # raised when the other runs have been compared
-            return error
+            failures.append(error)
+            return error  # Hydra gives it to ComparisonTable, which prints it below the table of all runs
 
     try:
         sys.argv[1:] = checked_words(sys.argv[1:])
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="config")(task)()
-        for failure in failures:
-            raise failure
+        if failures:  # ComparisonTable has printed them all; the first decides how the program exits
+            raise failures[0]
     except (HydraException, OmegaConfBaseException, CalibrationError) as error:
         if trace:
             raise

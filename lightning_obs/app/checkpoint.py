@@ -66,7 +66,8 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
         Lines for the closing report; none on ranks other than 0.
 
     Raises:
-        CalibrationError: loaded again, the checkpoint gives other outputs.
+        CalibrationError: a new process cannot load the checkpoint, or not within ``export.verify_timeout`` seconds;
+            loaded again, it gives other outputs; the outputs have no tensor to compare.
     """
     _export(job, folder)
     if not job.trainer.is_global_zero:
@@ -78,10 +79,14 @@ def write_checkpoint(job: Job, folder: Path, result: CalibrationResult) -> list[
 
 
 def _export(job: Job, folder: Path) -> None:
-    """Write the checkpoint. From a folder of transformers, copy the files beside its weights, too."""
+    """Write the checkpoint to ``folder``; :func:`write_checkpoint` calls this on every rank.
+
+    If ``model.path`` is a folder with a model of transformers, the other files in it (processor, licence) are copied.
+    In any case the export saves the tokenizer of the LightningModule, if it has one.
+    """
     options = job.config.export
     source = Path(str(job.config.model.get("path")))
-    files = None
+    files = None  # the callback then looks for the tokenizer itself
     if (source / "config.json").is_file():
         files = _FilesBesideWeights(source, getattr(job.module, "tokenizer", None))
     with bytes_done("writing the checkpoint") as progress:
@@ -107,18 +112,25 @@ def _can_be_loaded_here(job: Job, engines: Mapping[str, Verdict]) -> bool:
 
 
 def _dequantizes(job: Job) -> bool:
-    """Whether the checkpoint is written to be loaded with ``CompressedTensorsConfig(dequantize=True)``."""
+    """Whether the checkpoint is written to be loaded with ``CompressedTensorsConfig(dequantize=True)``.
+
+    A checkpoint is written for the first of ``export.engines``. The other engines must only be able to load it.
+    """
     return list(job.callback.options.engines[:1]) == ["dequantize"]
 
 
 def _verify(job: Job, folder: Path) -> list[str]:
     """Load the checkpoint again and compare its output for one held-out sample with the calibrated model's.
 
+    :func:`write_checkpoint` calls this on rank 0. A checkpoint that is loaded dequantized may differ by any amount,
+    which its line reports: its activations are not quantized.
+
     Returns:
         Lines for the closing report.
 
     Raises:
-        CalibrationError: it differs, although it is loaded without dequantizing.
+        CalibrationError: the outputs differ, although the checkpoint is loaded without dequantizing; a new process
+            cannot load it, or not in time; the outputs have no tensor to compare.
     """
     with quantized(job.model):
         inputs, expected = _answer(job, job.model)
@@ -145,7 +157,8 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
 
     Args:
         folder: the folder of the checkpoint.
-        engines: the verdict of each engine on the checkpoint, by the engine's name.
+        engines: the verdict of each engine on the checkpoint, by the engine's name. The text of a verdict is the error
+            message of an engine that refuses, or the hardware on which an engine runs the checkpoint (may be empty).
 
     Returns:
         The engines that refuse the checkpoint (transformers and vLLM with the reason), then its path and the engines
@@ -177,7 +190,7 @@ def _load_in_a_new_process(job: Job, folder: Path, reference: dict[str, Any]) ->
         The largest absolute difference of the outputs, and a line for the closing report.
 
     Raises:
-        CalibrationError: the new process cannot load the checkpoint.
+        CalibrationError: the new process cannot load the checkpoint, or not within ``export.verify_timeout`` seconds.
     """
     file = Path(job.config.output_dir) / "reference.safetensors"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +262,16 @@ def _load_into_a_new_model(job: Job, folder: Path, expected: torch.Tensor) -> tu
 
 
 def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
-    """The inputs of one held-out sample by their names, and the model's output for them (:func:`first_tensor`)."""
+    """The inputs of one held-out sample by their names, and the model's output for them (:func:`first_tensor`).
+
+    Called with the calibrated model, and with a new model into which ``load_checkpoint`` has loaded the checkpoint.
+
+    Before the model runs, :func:`align` changes it for good: its experts run one by one, and the memory of its tensors
+    begins at multiples of 64 bytes. Values do not change, but sums are added up in one order for all models.
+
+    Raises:
+        CalibrationError: the output has no tensor.
+    """
     reload_check.align(model)
     batch = next(iter(job.data.test_dataloader()))
     inputs = job.inputs(apply_to_collection(batch, torch.Tensor, _first_sample))

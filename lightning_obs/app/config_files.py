@@ -94,6 +94,9 @@ def all_keys() -> list[str]:
 def _values(file: Path, group: str) -> Iterator[tuple[str, Any]]:
     """Yield a file's full keys and their values, after those of the configs that it builds on (``defaults``).
 
+    Of a top-level file, only its own keys are yielded: its ``defaults`` choose options of other groups
+    (``override /scheme: fp8``), and :func:`options` lists these options by themselves.
+
     Args:
         file: a config.
         group: its folder in ``configs/``; empty for ``config.yaml``.
@@ -101,7 +104,7 @@ def _values(file: Path, group: str) -> Iterator[tuple[str, Any]]:
     node: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     is_top_level = not group or file.read_text().startswith(_TOP_LEVEL)
     bases = node.pop("defaults", ())
-    if not is_top_level:  # a top-level file overrides options that a user can choose as well
+    if not is_top_level:
         for base in bases:
             for base_file in _files_of_base(base, file):
                 yield from _values(base_file, group)
@@ -158,17 +161,25 @@ def described(*groups: str) -> str:
 
 
 def _first_sentence(file: Path) -> str:
-    """The first sentence of the comment that a config opens with."""
+    """The first sentence of the comment that a config opens with, without its full stop; for ``--help``.
+
+    The comment consists of sentences, and then of lines with commands, which are indented (``#   python -m ...``). A
+    file must have such a line: it is where the sentences end.
+    """
     comment, _, _ = file.read_text().removeprefix("# @package _global_\n").partition("\n#   ")
     text = comment.replace("\n#", "").removeprefix("# ")
     return text.partition(". ")[0].rstrip(".")
 
 
 def _keys_read(file: Path) -> str:
-    """The keys that a task reads, by its config, for ``--help``."""
+    """The keys that a task reads, by its config, for ``--help``.
+
+    A task's list ``ignores`` has patterns of keys that the task does not read: ``['*']`` stands for all keys. Its list
+    ``reads`` has the exceptions. ``refuse_unread`` (``typed_words.py``) checks typed keys by the same two lists.
+    """
     config: Any = OmegaConf.load(file)
     task = config.get("task", config)
     ignores = ", ".join(task.get("ignores", ()))
-    if ignores == "*":
+    if ignores == "*":  # then the exceptions are all that the task reads
         return ", ".join(task.get("reads", ()))
     return f"all keys but {ignores}" if ignores else "all keys"

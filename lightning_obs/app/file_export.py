@@ -149,7 +149,18 @@ def _refuse_without_base() -> None:
 
 
 def _measurement(job: Job, destination: Destination) -> list[str]:
-    """What the installed onnxruntime makes of an ONNX file, as lines for the closing report; none without it."""
+    """Time an ONNX file in the installed onnxruntime beside the same model in float, as lines for the closing report.
+
+    :meth:`FileExport.write` calls this on rank 0. :func:`measure_onnx` also compares the file's outputs with those of
+    the quantized model in torch; so the modules have the qparams of this run meanwhile (``session.in_force``).
+
+    Args:
+        job: the job of the run, whose model is calibrated.
+        destination: the written file, with the example inputs in its options.
+
+    Returns:
+        The measurement, or the error of an onnxruntime that does not run the file; no lines without onnxruntime.
+    """
     if find_spec("onnxruntime") is None:
         return []
     session = job.callback.session

@@ -24,7 +24,9 @@ from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.offload import device_of
 from lightning_obs.model.weight import in_shards
 
-#: keys of ``model`` with which an exported checkpoint is loaded: it holds the sum of weights and adapters
+#: arguments that replace those of ``model`` when an exported checkpoint is loaded: it is loaded as its users will load
+#: it, in the dtype of its files and unpacked, so that its outputs can equal the calibrated model's; and it has no
+#: adapters, since it holds the sum of weights and adapters
 _OF_A_CHECKPOINT = {"dtype": "auto", "keep_packed": False, "lora": None, "adapters": None}
 
 
@@ -126,7 +128,9 @@ class Job:
     def load_again(self, folder: Path) -> tuple[LightningModule, nn.Module]:
         """Load the exported checkpoint as a user would, into a new LightningModule.
 
-        ``app/checkpoint.py`` compares its output with the calibrated model's; ``Finetune`` measures its quality.
+        ``app/checkpoint.py`` compares its output with the calibrated model's; ``Finetune`` measures its quality. A
+        model of transformers is loaded from the folder. Any other module is made as at the beginning of the run, and
+        :func:`load_checkpoint` loads the folder into it.
 
         Returns:
             The LightningModule, and the model inside it.

@@ -57,9 +57,10 @@ def _run(config: DictConfig) -> dict[str, Any]:
 
 @contextmanager
 def _lightning_quiet() -> Iterator[None]:
-    """Suppress Lightning's messages about devices and workers inside the ``with`` block; afterwards it says them.
+    """Suppress Lightning's messages about devices and workers inside the ``with`` block; :func:`run` enters it.
 
-    The tokenizers' warning about forked processes stays off.
+    After the block its loggers have their earlier levels, and later messages are shown again. The tokenizers' warning
+    about forked processes stays off.
     """
     loggers = []
     for package in ("lightning.pytorch", "pytorch_lightning"):

@@ -74,7 +74,9 @@ def gather_report(
 ) -> Report:
     """Make the report of a run from the facts of the calibration, which the callback knows, and those of the task.
 
-    ``Calibrate.report`` calls this before :func:`publish_report`.
+    ``Calibrate.report`` calls this before :func:`publish_report`. The metrics are said to be of held-out data, since
+    tasks measure on ``test_dataloader``. The report asks ``commands`` which next steps can run, and compares the run
+    with the earlier run whose report the option ``against`` names, if it is set.
 
     Args:
         job: the job of the run.

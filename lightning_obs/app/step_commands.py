@@ -135,7 +135,9 @@ def command_of_run() -> str | None:
 def is_possible(step: Step, words: Sequence[str], folder: Path, module: LightningModule, model: nn.Module) -> bool:
     """Whether the command of a step would pass its checks: compose it, and check its words, options and data.
 
-    :meth:`StepCommands.can_run` calls this before a step is proposed.
+    :meth:`StepCommands.can_run` calls this before a step is proposed. A session is made for the checks of its
+    constructor alone: nothing is observed, and the calibration of ``model`` stays. For ``fine_tune`` the data are read
+    again, since the run must have enough text to train on, too.
 
     Args:
         step: a step that the report may propose.

@@ -33,7 +33,7 @@ class Chat(str):
 
 
 def holds_chat(row: Any, text_field: str) -> bool:
-    """Whether a row of data holds messages, in ``text_field`` or, if that is empty, in ``messages``.
+    """Whether a row of data holds a list of messages where :func:`messages_of` looks for it.
 
     ``TextData.check`` calls it with the first row, before the model and its tokenizer are loaded.
     """
@@ -41,13 +41,14 @@ def holds_chat(row: Any, text_field: str) -> bool:
 
 
 def messages_of(row: Any, text_field: str) -> list[Any] | None:
-    """Return the messages of a row of data; None for a row without a chat.
+    """Return the messages of a row of data, which may be an empty list; None for a row without a chat.
 
-    :func:`text_of` and :func:`holds_chat` call it.
+    :func:`text_of` and :func:`holds_chat` call it. The messages are a list in ``text_field``, or in ``messages`` if the
+    row has no ``text_field`` or has null there.
 
     Args:
         row: an object of a file.
-        text_field: the field to look in first, before ``messages``.
+        text_field: the field of the text.
     """
     if not isinstance(row, dict):
         return None
@@ -159,7 +160,7 @@ def chats_apart_from(
         enough_tokens: the number of tokens at which enough chats are chosen; the chats after them are not looked at.
 
     Returns:
-        The chosen chats, and how many chats before the last of them were left out.
+        The chosen chats, and how many of the chats that were looked at were left out.
     """
     usable: list[Chat] = []
     repeated = 0

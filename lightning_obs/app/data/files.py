@@ -215,14 +215,20 @@ def _invalid(place: str, kind: str, error: Exception) -> CalibrationError:
 
 
 def _saved_dataset(path: Path) -> Iterator[Row]:
-    """The rows of a data set that ``datasets`` has saved, of all its splits."""
+    """The rows of a data set that ``datasets`` has saved, of all its splits, each with its split and number.
+
+    Raises:
+        CalibrationError: ``datasets`` is not installed, or fails to load the folder or to read a row.
+    """
     datasets = import_package("datasets", str(path))
     with naming(path):
         loaded = datasets.load_from_disk(str(path))
-        splits = loaded.values() if isinstance(loaded, datasets.DatasetDict) else [loaded]
-        for split in splits:
+        splits = {str(path): loaded}
+        if isinstance(loaded, datasets.DatasetDict):
+            splits = {f"{path}[{name!r}]": split for name, split in loaded.items()}
+        for place, split in splits.items():
             for index, row in enumerate(split):
-                yield f"{path}[{index}]", row
+                yield f"{place}[{index}]", row
 
 
 #: by suffix, the function that reads the rows of a file

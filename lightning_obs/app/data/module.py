@@ -173,6 +173,7 @@ class TextData(LightningDataModule):
 
         The words are empty if no chat was left out; :meth:`_blocks` prints them.
         """
+        # A block to spare: tokenized once more as one text, the chats may have fewer tokens.
         enough_tokens = (count + 1) * self.tokens
         usable, repeated = chats_apart_from(held_out, chats, self.tokenizer, enough_tokens)
         ids = torch.tensor(chat_token_ids(usable, self.tokenizer), dtype=torch.long)
@@ -240,8 +241,7 @@ class TextData(LightningDataModule):
         return self._loader(self.held_out)
 
     def _loader(self, blocks: Any, shuffle: bool = False) -> DataLoader[Any]:
-        """A loader of batches of these blocks."""
-        # keyword arguments, because Lightning makes the loader again with a sampler of its own
+        """A loader of batches of these blocks; on several devices Lightning gives each device a share of them."""
         return DataLoader(blocks, batch_size=self.batch_size, shuffle=shuffle, num_workers=self.num_workers)
 
 

@@ -75,8 +75,9 @@ class Calibrate(Task):
     def check(self) -> None:
         """Load model and data, print which module is calibrated, and refuse configs that would fail later.
 
-        ``main.run`` calls it before :meth:`run`. It refuses a scheme that does not fit the model, devices or a
-        precision that do not work, data that are too few, and a file that cannot be written.
+        ``main.run`` calls it before :meth:`run`. It refuses an earlier report (``against``) that cannot be read, a
+        scheme that does not fit the model, devices or a precision that do not work, data that are too few, batches
+        without the mask that ``token_mask`` names, and a file that cannot be written.
         """
         job = self.job
         if self.config.against is not None:
@@ -90,7 +91,7 @@ class Calibrate(Task):
             self.meter = QualityMeter(job.module, job.model, job.data, make_trainer(self.config))
         if self.config.token_mask is not None:
             first_batch = next(iter(job.data.val_dataloader()))
-            find_mask(first_batch, self.config.token_mask)
+            find_mask(first_batch, self.config.token_mask)  # raises if the batch has no such mask
         self.check_task()
         self.check_scheme()
         if self.file_export is not None:
@@ -203,7 +204,8 @@ class Calibrate(Task):
     def calibrate(self) -> CalibrationResult:
         """Calibrate in Lightning's validation loop; no batch is run if neither scheme nor observers need data.
 
-        :meth:`run` calls it after :meth:`choose`.
+        :meth:`run` calls it after :meth:`choose`. Without data, the callback's session is entered and left at once:
+        when the ``with`` block ends, the session chooses the ranges of the weights, and has the result.
 
         Returns:
             The result of the job's callback.
@@ -218,10 +220,10 @@ class Calibrate(Task):
                 job.trainer.validate(job.module, datamodule=job.data, verbose=False)
             else:
                 say(f"{label} needs no data: no batch is run, data.batches is not used")
-                say("(static activations use it: int8_static, fp8, nvfp4; weight_observer=imatrix_mse; rounding=gptq)")
+                say("(data are for static activations, as in int8_static, fp8, nvfp4; imatrix_mse; rounding=gptq)")
                 job.to_device()
                 with session:
-                    pass
+                    pass  # nothing to observe; the end of the block calibrates
         session.show_progress(None)
         result = job.callback.result
         assert result is not None  # a calibration without a result has raised
@@ -230,8 +232,9 @@ class Calibrate(Task):
     def measure_layers(self) -> None:
         """Measure each layer's error on ``report.layer_error_batches`` held-out batches, and count the input values.
 
-        :meth:`run` calls it on every rank after the training; with 0 batches nothing is measured.
-        An input that an observer counted keeps the counts of the calibration.
+        :meth:`run` calls it on every rank after the training; with 0 batches nothing is measured. The callback also
+        fills ``input_counts``: by how often each value occurred in these batches, or in the calibration, where an
+        observer of the input has counted its values (``histogram``...).
         """
         batches = self.config.report.layer_error_batches
         if batches < 1:

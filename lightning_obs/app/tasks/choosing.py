@@ -89,8 +89,14 @@ class Observers(Calibrate):
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Add the passes that observe and score to those of ``Calibrate``; ``Calibrate.run`` prints the duration."""
-        return super().passes(needs_data) + 2 * self.job.batches("batches")
+        """Add the passes that observe and score to those of ``Calibrate``; ``Calibrate.run`` prints the duration.
+
+        One half of the batches is observed, in one forward pass for all candidates. The other half scores them, in a
+        forward and a backward pass.
+        """
+        batches = self.job.batches("batches")
+        passes_of_choice = batches // 2 * (1 + PASSES_OF_A_STEP)
+        return super().passes(needs_data) + passes_of_choice
 
     @override
     def label(self) -> str:
@@ -150,7 +156,7 @@ class Plan(Calibrate):
         options = self._candidate_options()
         options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
         for scheme in self._candidates().values():
-            if scheme is not None:
+            if scheme is not None:  # None: full precision, which fits every model
                 session = CalibrationSession(self.job.model, candidate_options(scheme, **options))
                 if self.file_export is not None:
                     self.file_export.check_model(self.job, session.plan.schemes)
@@ -163,7 +169,11 @@ class Plan(Calibrate):
     def choose(self) -> None:
         """Measure sensitivities, solve for the budget, print the frontier, write the plan, and let the job use it.
 
-        ``Calibrate.run`` calls it before the calibration.
+        ``Calibrate.run`` calls it before the calibration. The frontier has the best plan for each of
+        ``task.frontier`` budgets, from the smallest possible size to that of the best plan without a budget.
+
+        Raises:
+            CalibrationError: the best plan quantizes no module.
         """
         job = self.job
         self.sensitivity = self._measure()
@@ -171,7 +181,8 @@ class Plan(Calibrate):
         if self.plan.config is None:
             raise CalibrationError("every module is best left in full precision", got=f"budget {self.config.budget}")
         method = self.sensitivity.method
-        plans = frontier(self.sensitivity, self.config.task.frontier, at_most=self._at_most())
+        budgets = self.config.task.frontier
+        plans = frontier(self.sensitivity, budgets, at_most=self._at_most())
         self.points = self._points(plans)
         print_report(frontier_table(plans, title=f"estimated {method} against size"))
         say(f"chosen: {self.label()}; estimated {method} {self.plan.loss:.4g}")
@@ -184,7 +195,9 @@ class Plan(Calibrate):
     def passes(self, needs_data: bool) -> int:
         """Add calibrating the candidates, and a forward and a backward pass for each batch that is measured.
 
-        ``Calibrate.run`` prints a duration by it before it starts.
+        ``Calibrate.run`` prints a duration by it before it starts. All candidates are calibrated in one pass over the
+        batches, and measured together in one forward and backward pass for each batch. The work that each candidate
+        adds to these passes is not estimated.
         """
         measuring = int(self.config.task.batches) * PASSES_OF_A_STEP
         return super().passes(needs_data) + self.job.batches("batches") + measuring
@@ -273,7 +286,7 @@ class Plan(Calibrate):
         write_text(Path(self.config.output_dir, "plan.json"), as_json(content))
 
     def _candidates(self) -> dict[str, Any]:
-        """The schemes to choose among, by name."""
+        """The schemes to choose among, by name; None is full precision."""
         return plain(self.config.task.candidates) or {}
 
     def _at_most(self) -> dict[str, float]:

@@ -62,7 +62,8 @@ class Finetune(Calibrate):
     def check_task(self) -> None:
         """Refuse a precision of the Trainer that cannot train, a GGUF export, and a run without training batches.
 
-        ``Calibrate.check`` calls it, once model and data are loaded.
+        ``Calibrate.check`` calls it, once model and data are loaded. The config of the task always has the key
+        ``data.train_batches``, also for data of the user's own class.
         """
         job = self.job
         require_precision(job.trainer)
@@ -77,7 +78,14 @@ class Finetune(Calibrate):
 
     @override
     def train(self) -> None:
-        """Measure the calibrated model, fit, and validate the result; ``Calibrate.run`` calls it before the export."""
+        """Measure the calibrated model, fit, and validate the result; ``Calibrate.run`` calls it before the export.
+
+        The fit has a Trainer of its own, whose steps and epochs begin at 0. In the validation after it, the callback
+        keeps the metrics of the trained model, for the curve of the report.
+
+        Afterwards ``result`` is that of the last calibration. If the fit ended while the callback was observing batches
+        for new ranges, there is no newer result than the first calibration's.
+        """
         if self.meter is not None:
             self.calibrated = self.meter.quantized("as calibrated")
         job = self.job

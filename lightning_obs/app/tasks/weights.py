@@ -68,7 +68,8 @@ class Weights(Task):
     def run(self) -> None:
         """Write the checkpoint, and print its size and the engines that load it.
 
-        ``main.run`` calls it after :meth:`check`.
+        ``main.run`` calls it after :meth:`check`. With ``weight_observer=lattice`` a line also says how many weights
+        lie on a grid of quantized numbers already (``result.grids``, which other observers leave empty).
         """
         folder = Path(self.config.export.folder)
         with bytes_done(f"quantizing {self.source.name} to {self.options.label}") as progress:
@@ -130,7 +131,9 @@ class Weights(Task):
 class Layerwise(Weights):
     """``task=calibrate model.layerwise=true``: calibrate ``model.path`` on ``data``, holding one layer at a time.
 
-    It calls :func:`~lightning_obs.calibrate_layerwise`, which writes the checkpoint to ``export.folder``.
+    It calls :func:`~lightning_obs.calibrate_layerwise`, which writes the checkpoint to ``export.folder``. A layer reads
+    the outputs of the layers before it in full precision; with ``model.layerwise=quantized`` it reads the outputs of
+    these layers once they are quantized.
 
     Attributes:
         data: the data to calibrate on.
@@ -158,7 +161,13 @@ class Layerwise(Weights):
 
     @override
     def quantize(self, progress: Progress) -> CalibrationResult:
-        """Calibrate on this rank's share of the batches and write the checkpoint; :meth:`run` calls this."""
+        """Calibrate on this rank's share of the batches and write the checkpoint; :meth:`run` calls this.
+
+        Fabric starts the processes that ``trainer.devices`` asks for, without a Trainer.
+
+        Args:
+            progress: called for each tensor that is written.
+        """
         config = self.config
         trainer = config.trainer
         fabric = Fabric(accelerator=trainer.accelerator, devices=trainer.devices, strategy=trainer.strategy)
