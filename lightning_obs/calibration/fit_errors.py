@@ -87,16 +87,16 @@ def _fitted(hold_out: HoldOut, weight: torch.Tensor) -> torch.Tensor:
 
 def _without_data(target: PlannedModule, weight: torch.Tensor) -> torch.Tensor:
     """The quantized and dequantized weight as ``recipe="fast"`` chooses it, without data."""
-    args = args_without_data(target)
+    args = _args_without_data(target)
     observer = make_observer("weight", args)
     return _nearest(weight, _observed(target, observer, weight), args)
 
 
-def args_without_data(target: PlannedModule) -> QuantizationArgs:
-    """The arguments with which ``recipe="fast"`` quantizes a module's weight: the least squared error of its values.
+def _args_without_data(target: PlannedModule) -> QuantizationArgs:
+    """The quantization arguments of a module's weight, with the observer by which ``recipe="fast"`` chooses its range.
 
-    If the recipe has no choice for the format (eight bits), the observer is ``memoryless_mse``. Called by
-    :func:`judge_fit`, whose fitted weight is compared with this quantization.
+    If the recipe has no choice for the format (eight bits), the observer is ``memoryless_mse``: the least squared error
+    of the weight's values. :func:`_without_data` calls this for the weight that the fitted weight is compared with.
     """
     choice = Recipe.of("fast").for_weights(target.scheme)
     hyperparameters = {"name": "memoryless_mse"} if choice is None else dict(choice.observer)
@@ -164,7 +164,17 @@ def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
     fitted, without_data, kept_out, kept_out_without_data = (
         math.fsum(of_module[place] for of_module in errors.values()) for place in range(4)
     )
-    return fitted / without_data - 1, kept_out / kept_out_without_data - 1
+    return _change(fitted, without_data), _change(kept_out, kept_out_without_data)
+
+
+def _change(fitted: float, without_data: float) -> float:
+    """The relative change from one error to another; from zero to zero it is 0, from zero to any other infinite.
+
+    Weights that lie on the grid of their format already have no error without data.
+    """
+    if fitted == without_data:
+        return 0.0
+    return fitted / without_data - 1 if without_data else math.inf
 
 
 def loses(errors: Mapping[str, FitErrors]) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_obs import CalibrationCallback, CalibrationSession, CalibrationWarning, quantized
-from lightning_obs.calibration.fit_errors import fit_changes, fit_text, loses
+from lightning_obs.calibration.fit_errors import fit_changes, fit_text, loses, warn_of_fit
 from lightning_obs.calibration.hold_out import KEPT_OUT_OF, ROWS, InputSketch, judged_targets
 from lightning_obs.model.module_qparams import read_qparams
 from lightning_obs.ranks.collectives import Collectives
@@ -121,6 +121,13 @@ def test_an_observer_that_loses_on_its_own_data_is_not_told_to_take_more():
     with pytest.warns(CalibrationWarning, match=r"larger errors even on the calibration data.*Instead, choose"):
         session = calibrated(wide(), tokens(2048).chunk(8), observers=imatrix, rounding=None)
     assert fit_changes(session.result.fit_errors)[0] > 0
+
+
+def test_weights_that_have_no_error_without_data_are_judged():
+    assert fit_changes({"0": (0.0, 0.0, 0.0, 0.0)}) == (0.0, 0.0)
+    assert fit_changes({"0": (0.0, 0.0, 0.1, 0.0)}) == (0.0, float("inf"))
+    with pytest.warns(CalibrationWarning, match=LOSES):
+        warn_of_fit({"0": (0.0, 0.0, 0.1, 0.0)})
 
 
 def test_weights_without_data_are_not_judged():
