@@ -89,8 +89,8 @@ class ExpertWatch:
                 prefix = f"{name}.{index}".lstrip(".")
                 for module_name, _ in expert.named_modules(prefix=prefix):
                     self._container_of[module_name] = name
-        #: by container name, for each call of an expert since the layer ran last: why the expert cannot run on all
-        #: tokens; None: it can
+        #: with ``calibrate_all_experts``, by container name, for each call of an expert in the layer's present forward:
+        #: why the expert cannot run on all tokens; None: it can
         self._faults_of_calls: dict[str, list[str | None]] = {}
         #: while experts are forced: whether the flattened rows of their inputs are known to be in the batch's order
         self._is_flattened_by_batch = False
@@ -158,11 +158,13 @@ class ExpertWatch:
     ) -> Sequence[Observer]:
         """Keep an activation until all experts of its layer have run, for the observers that can wait.
 
-        Those can that measure several tensors at once (:func:`.takes_segments`).
+        An observer can wait if it measures several tensors at once (:func:`.takes_segments`).
 
         A hook of :mod:`.hooks` calls this for each activation of a module that :meth:`may_wait`. Activations wait only
         on an accelerator, where a kernel launch for each expert costs more than its few tokens
-        (:func:`.observe_segments`).
+        (:func:`.observe_segments`). An activation that is no matrix or has no elements does not wait, nor does one of
+        whose rows it is not known which count. Before an activation waits, the observers observe those that wait
+        already, if too many bytes would wait, or if an observer would have two activations.
 
         Args:
             name: of the module.
@@ -189,10 +191,16 @@ class ExpertWatch:
                 waiting_observers.append(observer)
             else:
                 immediate_observers.append(observer)
-        if waiting_observers:
-            self._waiting_bytes += value.nbytes
-        if self._waiting_bytes > _MOST_WAITING_BYTES or any(map(self._is_waiting, waiting_observers)):
+        if not waiting_observers:
+            return immediate_observers
+        # gate and up read one tensor: then the copy that waits for the first module waits for the second, too
+        is_shared = any((ExpertWatch, observer.kind) in measured for observer in waiting_observers)
+        further_bytes = 0 if is_shared else value.nbytes
+        is_full = self._waiting_bytes + further_bytes > _MOST_WAITING_BYTES
+        if is_full or any(map(self._is_waiting, waiting_observers)):
             self.observe_waiting()
+            further_bytes = value.nbytes
+        self._waiting_bytes += further_bytes
         for observer in waiting_observers:
             activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
             shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
@@ -211,7 +219,8 @@ class ExpertWatch:
     def observe_waiting(self) -> None:
         """Let the observers observe the activations that wait for them.
 
-        Called by a hook when all experts of a layer have run, and by :meth:`wait` when too many bytes wait.
+        Called by a hook when all experts of a layer have run, by :meth:`wait` before too many bytes or two activations
+        of one observer wait, and after experts have run on all tokens of their layer.
         """
         waiting = self._waiting
         self._forget_waiting()
@@ -238,14 +247,21 @@ class ExpertWatch:
         """The rows of an activation inside an expert that the mask keeps.
 
         The hooks of :mod:`.hooks` call this in place of :meth:`.TokenSelection.of`, because an expert gets only some of
-        the batch's tokens, so that the shape of its input does not tell which tokens these are.
+        the batch's tokens, so that the shape of its input does not tell which tokens these are. The rows are known:
+
+        - if a :class:`LinearExperts` says which tokens it has sent to the expert that runs. In a forced run it says
+          nothing: it has ended, and has set its ``rows`` to None;
+        - else in the model's own run only if the mask keeps all tokens (the layout ``"routed"``);
+        - else in a forced run, in which the expert got all tokens of the layer: their order is known (``"flattened"``),
+          or has to follow from the shape (``"tokens"``).
 
         Args:
             value: the activation.
             mask: the tokens of the batch that count, on the host.
             name: of the module, which is an expert or inside one.
             selection: selects rows by the shape, if nothing else tells which tokens the expert got.
-            layout: of ``value``, as far as it is known.
+            layout: of ``value``, as far as the module alone tells it (:data:`.Layout`). Other layouts than ``"tokens"``
+                are passed to ``selection`` as they are.
 
         Raises:
             CalibrationError: which rows of ``value`` are padding cannot be told.
@@ -283,7 +299,11 @@ class ExpertWatch:
     def _count_tokens(
         self, calls: ObservedCalls, name: str, index: int, module: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """Count the tokens of one call of an expert, and note whether it could run on all tokens; a forward pre-hook.
+        """Count the tokens of one call of an expert; a forward pre-hook of the expert.
+
+        With ``calibrate_all_experts``, also note whether the expert could run on all tokens of the layer, for
+        :meth:`_require_hidden_states`. Extra runs of the experts, calls while the observation is paused, and calls
+        inside a quantized forward do not count.
 
         Args:
             calls: its ``expert_tokens`` count.
@@ -294,10 +314,11 @@ class ExpertWatch:
         if self.is_forcing or calls.is_paused or is_inside_quantized(module):
             return
         value = first_input(args, kwargs)
-        arguments = [argument for argument in (*args, *kwargs.values()) if argument is not None]
-        can_run_on_all = value is not None and len(arguments) == 1 and value.is_floating_point()
-        fault = None if can_run_on_all else f"expert {index} called with {len(arguments)} arguments"
-        self._faults_of_calls[name].append(fault)
+        if self._all_experts:
+            arguments = [argument for argument in (*args, *kwargs.values()) if argument is not None]
+            can_run_on_all = value is not None and len(arguments) == 1 and value.is_floating_point()
+            fault = None if can_run_on_all else f"expert {index} called with {len(arguments)} arguments"
+            self._faults_of_calls[name].append(fault)
         if value is not None:
             counts = calls.expert_tokens[name]
             counts[index] = counts[index] + self._tokens_that_count(value, calls.mask, name)
@@ -443,8 +464,9 @@ def borrow_ranges(
     ``finalize`` calls this with ``on_missing="siblings"``, after the ranks were reduced. Siblings are the same module
     (``up_proj``, say) in the other experts of the layer. The stand-in for an activation's observer has the union of the
     siblings' ranges. For a weight that wants inputs, the stand-in is the weight's own observer, which is then used
-    without inputs. If one module of a fused set lacks data, all modules of the set borrow, and their stand-ins are
-    fused.
+    without inputs. If one module of a fused set lacks data, all modules of the set borrow. Stand-ins are new observers,
+    so those of a set's inputs are fused again, and those of its outputs likewise; observers of weights are fused
+    already.
 
     Args:
         observers: of the plan, with the statistics of all ranks.

@@ -66,12 +66,17 @@ class Observation:
         collectives: how this rank communicates with the other ranks.
         calls: the record of the calls of the model so far.
         progress: the function that is called with each weight that this rank has searched; None: no progress is shown.
+            The session sets it (``show_progress``).
         judges_fit: whether the fit of weights to the data is judged; False while candidates are tried or weights train.
-        is_fitting: whether an error would end a training; modules that no data reached are then left in float.
+        is_fitting: whether an error would end a training; modules that no data reached are then left in float. The
+            session sets it when a Trainer's run begins (``begin_run``).
         unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.
+            :func:`.finalize` sets it, and the session sets it back to None when it attaches.
         lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
         skipped: names of modules that were left in full precision, because no data reached them.
-        others_have_data: in the record of a part of a model (:meth:`of`), whether data reached other parts.
+        others_have_data: in the record of a part of a model (:meth:`of`), whether data reached other parts, so that a
+            part without data does not mean a calibration without data. :mod:`.stepwise` sets it before it finalizes the
+            part; in every other record it is False.
     """
 
     model: nn.Module
@@ -105,8 +110,11 @@ class Observation:
 
         Called by the constructor of a session, and for the quantization of a checkpoint's files without data.
 
+        While the plan is made, wrapped submodules (by FSDP1, ``torch.compile``...) are replaced by what they wrap, and
+        offloaded weights are not loaded: only names and shapes are read.
+
         Args:
-            model: without wrappers.
+            model: not itself a wrapper; its submodules may have wrappers.
             options: of the calibration. The record's own ``options`` lack the parts of a recipe that do not fit.
             collectives: how this rank communicates with the others; None: there is one rank.
 
@@ -214,9 +222,12 @@ class Observation:
         return counts_of_modules
 
     def forget(self) -> None:
-        """Forget all statistics and counts.
+        """Forget the statistics of all observers, and how many batches and measurements there were.
 
-        A session calls this when it attaches anew, and :meth:`.KeptRuns.calibrate` when a run in steps has failed.
+        A session calls this when it attaches, unless it continues an observation; :meth:`.KeptRuns.calibrate` calls it
+        when a run in steps has failed. What else belongs to the last calibration is replaced elsewhere: the session
+        sets ``unreached`` to None when it attaches, the experts' hooks begin their counts at zero, and
+        :func:`.finalize` sets ``skipped`` and ``lacks_data``.
         """
         self.calls.batches = 0
         self.calls.measurements = 0
@@ -336,7 +347,19 @@ def _make_helpers(plan: Plan, observers: Mapping[Key, Observer]) -> dict[Key, Ob
 
 
 def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Observer]:
-    """Make the helpers that gather what the rounding of a weight needs and its ``observer`` does not gather."""
+    """Make the helpers that gather what the rounding of a weight needs and its ``observer`` does not gather.
+
+    Called for the observers of a plan, and for those of its hold-outs. With token weights, the gradients at a module's
+    outputs are gathered, too, unless it has more than ``MOST_OUTPUTS`` outputs: their products would take over 1 GiB,
+    and the rounding does without them.
+
+    Args:
+        target: the module.
+        observer: of its weight; others than those with a ``rounding`` need no helpers.
+
+    Returns:
+        The helpers, by module name and base name.
+    """
     helpers: dict[Key, Observer] = {}
     if observer.rounding is None:
         return helpers
@@ -344,8 +367,8 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
     if not isinstance(observer, HessianObserver):
         helpers[target.name, HESSIAN] = HessianObserver("weight", QuantizationArgs(), weigh_tokens=weighs_tokens)
     shape = matrix_shape(target.module)
-    outputs = 0 if shape is None else shape[0]
-    if weighs_tokens and outputs <= MOST_OUTPUTS:
+    has_too_many_outputs = shape is not None and shape[0] > MOST_OUTPUTS
+    if weighs_tokens and not has_too_many_outputs:
         helpers[target.name, GRADIENTS] = HessianObserver("weight", QuantizationArgs())
     if observer.rounding.correction:
         helpers[target.name, INPUT_ERRORS] = InputErrors("weight", QuantizationArgs())
@@ -409,11 +432,16 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
 
     vLLM runs, and transformers loads, the experts of a layer as one module. In models with code of their own, experts
     in a ``ModuleList`` are independent.
+
+    Args:
+        model: the calibrated model.
+        containers: the names of the modules that hold the experts of a layer; ``""`` if the model itself holds them.
+        plan: of the model.
     """
     layers = []
     for container in containers:
         if is_transformers_model(model) or isinstance(model.get_submodule(container), LinearExperts):
-            prefix = f"{container}."
+            prefix = f"{container}." if container else ""
             layers.append([target.name for target in plan.targets if target.name.startswith(prefix)])
     return layers
 

@@ -8,7 +8,9 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, Observer, linearize_experts
-from lightning_obs.observers.min_max import MemorylessMinMaxObserver
+from lightning_obs.calibration.expert_tokens import ExpertWatch
+from lightning_obs.moe.experts import expert_containers
+from lightning_obs.observers.min_max import MemorylessMinMaxObserver, StaticMinMaxObserver
 from lightning_obs.observers.statistic import Statistic
 from lightning_obs.report.facts import Report
 from lightning_obs.report.summary import summary
@@ -17,6 +19,39 @@ from lightning_obs.report.summary import summary
 from tests.calibration.expert_blocks import BLOCKS, INDEX, assert_ranges, linear_block, list_block, routed
 from tests.support.moe_models import EXPERTS, HIDDEN, by_hand, tiny_moe
 from tests.support.versions import converted_weights
+
+# ---------------------------------------------------------------------- the watch over experts
+
+
+def test_experts_that_are_the_whole_model_are_quantized_together():
+    session = CalibrationSession(linear_block().experts, "FP8_DYNAMIC")
+    assert session.observation.inseparable[-1] == [target.name for target in session.plan.targets]
+
+
+@pytest.mark.filterwarnings("ignore:.*no data reached")
+def test_calls_are_not_kept_that_nobody_will_check(x):
+    block = list_block()
+    with CalibrationSession(block, "INT8_STATIC", on_missing="warn") as session:
+        block(x, INDEX)
+    assert session.observation.experts._faults_of_calls == {"experts": []}
+
+
+def test_no_more_than_the_limit_waits_and_a_shared_activation_counts_once(monkeypatch):
+    block = linear_block()
+    watch = ExpertWatch(block, expert_containers(block))
+    value = torch.empty(4, HIDDEN, device="meta")
+    monkeypatch.setattr("lightning_obs.calibration.expert_tokens._MOST_WAITING_BYTES", 2 * value.nbytes)
+    observed = []
+    monkeypatch.setattr("lightning_obs.calibration.expert_tokens._observe_together", observed.extend)
+    waiting = []
+    for expert in range(EXPERTS):
+        measured = {}
+        for projection in ("gate_proj", "up_proj"):
+            observer = StaticMinMaxObserver("input", QuantizationArgs())
+            watch.wait(f"experts.{expert}.{projection}", [observer], value.clone(), None, measured)
+        waiting.append((watch._waiting_bytes // value.nbytes, len(observed)))
+    assert waiting == [(1, 0), (2, 0), (1, 4), (2, 4)]
+
 
 # ---------------------------------------------------------------------- what the router sends
 
