@@ -169,7 +169,17 @@ class ObserverHooks:
             _attach_output_hooks(target.module, observe, stack)
 
     def _attach_block(self, target: PlannedModule, observe: Callable[[Any], None], stack: ExitStack) -> None:
-        """Register the hook that observes a block's outputs if they are sums of quantized outputs."""
+        """Register the hook that observes a block's outputs if they are sums of quantized outputs.
+
+        A block is a module around others, such as a residual block, of which the plan quantizes only the output. In the
+        first batch a hook of :mod:`.quantized_outputs`, which runs before this one at each call, notes in
+        ``output_readers.sums`` whether the block returns such a sum.
+
+        Args:
+            target: the block.
+            observe: called with each output that is a sum.
+            stack: removes the hook when it closes.
+        """
         output_readers = self._observation.calls.readers
         assert output_readers is not None  # the plan quantizes outputs
 
@@ -305,7 +315,12 @@ class _ActivationHook:
         return "tokens" if is_unchanged else "positions"
 
     def _stamp(self, tokens: torch.Tensor) -> Hashable:
-        """A key for the read cache: two reads of one tensor share statistics only if their keys are equal."""
+        """A key for the read cache: two reads of one tensor share statistics only if their keys are equal.
+
+        The key of a tensor is its version counter. Inference tensors have no such counter. Where tokens have weights,
+        the tensor alone does not tell what is observed: each fused set has other weights, in each batch. In both cases
+        the key is the fused set (or the module that is in none) and the number of batches.
+        """
         if tokens.is_inference() or self._token_weights is not None:
             return self._reader, self._calls.batches
         return tokens._version
@@ -502,10 +517,14 @@ class ModelCalls:
             )
 
     def _on_call(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Prepare a call of the model; a forward pre-hook of the model."""
+        """Prepare a call of the model; a forward pre-hook of the model.
+
+        Calls inside a quantized forward are ignored. Calls while the observation is paused (batches beyond
+        ``max_batches``, the run of a teacher) are not counted, and no token weights are measured for them.
+        """
         if is_inside_quantized(model):
             return
-        if self._counts_calls:
+        if self._counts_calls and not self._calls.is_paused:
             self._calls.batches += 1
         arguments = _arguments_by_name(model, args, kwargs)
         if self._token_mask is None:

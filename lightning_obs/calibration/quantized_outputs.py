@@ -109,37 +109,43 @@ class _ReaderHooks:
         """
         self._stack.callback(keep_hook_out(module, handle))
 
-    def are_due(self) -> bool:
-        """Whether the first batch runs: some callers count a batch before it runs (1), others after it (0)."""
-        return self.observation.calls.batches <= 1
+    def are_due(self, module: nn.Module) -> bool:
+        """Whether the present call of a module is to be recorded: a call in the first batch that is observed.
 
-    def on_block_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+        The hooks here, and the hooks that enter the dispatch mode, ask this at each call. Calls while the observation
+        is paused, and calls inside a quantized forward, are not recorded. Some callers of the model count a batch
+        before it runs, others after it, so ``batches`` is 1 or 0 in the first batch.
+        """
+        calls = self.observation.calls
+        return calls.batches <= 1 and not calls.is_paused and not is_inside_quantized(module)
+
+    def on_block_output(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a block whose output is planned: in the first batch, note whether the output is a sum."""
-        if self.are_due():
+        if self.are_due(block):
             with apart_from_model():
                 self.readers.note_block_output(name, output)
 
-    def on_output(self, name: str, _: nn.Module, args: Any, output: Any) -> None:
+    def on_output(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a module, or block, whose output is planned: in the first batch, note the output.
 
         The output of a block is noted only if it is a sum of quantized outputs.
         """
         is_quantized = self.readers.sums.get(name, True)  # False: a block whose output is no sum
-        if self.are_due() and is_quantized and isinstance(output, torch.Tensor):
+        if self.are_due(module) and is_quantized and isinstance(output, torch.Tensor):
             with apart_from_model():
                 self.readers.note_output(name, output)
 
-    def on_input(self, name: str, is_follower: bool, _: nn.Module, args: Any) -> None:
+    def on_input(self, name: str, is_follower: bool, module: nn.Module, args: Any) -> None:
         """Forward pre-hook of a module whose input is planned, or of a follower: in the first batch, note the input."""
         value = first_tensor(args)
-        if self.are_due() and value is not None:
+        if self.are_due(module) and value is not None:
             with apart_from_model():
                 self.readers.note_input(name, value, is_follower)
 
-    def on_transparent_output(self, _: nn.Module, args: Any, output: Any) -> None:
+    def on_transparent_output(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of a transparent module: in the first batch, note that its output holds values of its input."""
         value = first_tensor(args)
-        if self.are_due() and value is not None and isinstance(output, torch.Tensor):
+        if self.are_due(module) and value is not None and isinstance(output, torch.Tensor):
             with apart_from_model():
                 self.readers.note_passed_on(value, output)
 
@@ -184,13 +190,12 @@ def _attach_watch(hooks: _ReaderHooks) -> None:
     The outermost module is the model, or a part of it that the user's code calls by itself. The mode is entered anew
     for each such call, because the user's code may enter and leave other dispatch modes between two calls.
     """
-    calls = hooks.observation.calls
     readers = hooks.readers
     modes: list[WatchedFunctions] = []  # at most one
     callers: list[nn.Module] = []  # the outermost module, once for each of its calls that has not ended (recursion)
 
     def begin(module: nn.Module, args: Any) -> None:
-        if not modes and hooks.are_due() and not calls.is_paused and not is_inside_quantized(module):
+        if not modes and hooks.are_due(module):
             modes.append(WatchedFunctions(readers))
             modes[0].__enter__()
             callers.append(module)

@@ -230,6 +230,16 @@ def test_a_sum_that_a_block_returns_is_computed_with_integers(tmp_path, in_place
         torch.testing.assert_close(resumed(x), expected, rtol=0, atol=0)
 
 
+def test_a_call_that_is_not_observed_does_not_change_which_outputs_are_quantized():
+    model = FunctionalResidual().eval()
+    with CalibrationSession(model, "INT8_ONNX") as session, torch.inference_mode():
+        model(torch.randn(4, 3, 12, 12))
+        with session.paused():
+            model(torch.randn(4, 3, 12, 12))
+    assert {"blocks.0", "blocks.1.block"} <= quantized_outputs(model)
+    assert session.result.batches == 1
+
+
 class NormAct(nn.BatchNorm2d):
     """A batch norm that activates, as timm has it: F.batch_norm, then two modules."""
 
