@@ -54,6 +54,9 @@ def finalize(observation: Observation, weights: bool = True, activations: bool =
     :mod:`.stepwise` and ``streaming/parts.py``. It can be called again after the weights have changed; the statistics
     of activations are reduced over ranks only once.
 
+    Offloaded weights stay where they are (``at_rest``), except each one while it is observed. Lightning validates in
+    inference mode; it is left here, because tensors that are made in it could not take part in a training later.
+
     Args:
         observation: of this rank.
         weights: False: do not observe the weights; their qparams do not change.
@@ -165,6 +168,12 @@ class _Finalization:
 
     def _compute_activations(self, synced: Synced) -> dict[Key, QParamsDict]:
         """Compute the qparams of all activations, and decide what happens to modules that no data reached.
+
+        :meth:`run` calls this after the ranks were reduced. If outputs are quantized, the record of which module reads
+        which output decides three things: which outputs leave the plan, because an engine quantizes them behind the
+        next module; which outputs have a range from zero, because only a ReLU reads them; and which inputs take the
+        qparams of the output that they read (their source) in place of their own. The records of all ranks are merged
+        for this; to merge them once more in a later finalization changes nothing.
 
         Args:
             synced: the outcome of :meth:`_reduce_ranks`.

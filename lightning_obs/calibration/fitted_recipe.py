@@ -148,11 +148,13 @@ def _why_no_steps(model: nn.Module, plan: Plan) -> str | None:
 def _why_no_memory(plan: Plan, *, weighs_tokens: bool) -> str | None:
     """Why the sums of products that a rounding gathers do not fit in memory; None: they fit.
 
-    Each planned weight of shape ``(R, C)`` needs ``C x C`` numbers.
+    Each planned weight of shape ``(R, C)`` needs ``C x C`` numbers. With token weights it also needs ``R x R`` numbers,
+    for the products of the gradients at its outputs; beyond ``MOST_OUTPUTS`` rows these products are not gathered
+    (``_rounding_helpers`` in :mod:`.observation`).
 
     Args:
         plan: of the model.
-        weighs_tokens: whether each weight also needs the ``R x R`` products of the gradients at its outputs.
+        weighs_tokens: whether tokens have weights.
     """
     needed: dict[torch.device, int] = {}
     for target in plan.targets:

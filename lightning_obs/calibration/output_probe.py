@@ -99,6 +99,10 @@ class OutputProbe:
 
         Called after the forward of the copy, and once with the output of the model itself (the class says why).
 
+        Logits are probed with the tensors beside them that detection models return (``pred_boxes``); without logits,
+        all tensors are probed. Logits of a regression are plain numbers, and so are those of a single class, since a
+        softmax over one class is always 1.
+
         Raises:
             CalibrationError: it cannot be told which dimension of the logits holds the classes.
         """
@@ -109,7 +113,8 @@ class OutputProbe:
         if self._is_regression:
             return _numbered([((), logits), *beside])
         classes_last = self._last_layer.classes_last(logits)
-        if classes_last.shape[-1] == 1:
+        has_one_class = classes_last.shape[-1] == 1
+        if has_one_class:
             return _numbered([((), logits), *beside])
         logits_to_probe = ProbedTensor(number=0, values=classes_last, are_logits=True)
         return [logits_to_probe, *_numbered(beside, first=1)]

@@ -46,6 +46,11 @@ def calibrate_on_quantized_inputs(
     :meth:`.KeptRuns.calibrate` calls this in place of :func:`.finalize` when the data have run. Afterwards the model's
     training mode, its buffers and the random number generators are as before.
 
+    The positions, which are the blocks of the model and the modules after the last block, are calibrated one after the
+    other: while the model runs block by block, the batches run through each. Then the planned modules that no batch
+    has called are finalized without another run: they are quantized if they need no data, and else treated as
+    ``on_missing`` says.
+
     Args:
         observation: of the model, without statistics.
         batches: the kept calls of the model on this rank.
