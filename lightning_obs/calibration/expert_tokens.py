@@ -464,9 +464,8 @@ def borrow_ranges(
     ``finalize`` calls this with ``on_missing="siblings"``, after the ranks were reduced. Siblings are the same module
     (``up_proj``, say) in the other experts of the layer. The stand-in for an activation's observer has the union of the
     siblings' ranges. For a weight that wants inputs, the stand-in is the weight's own observer, which is then used
-    without inputs. If one module of a fused set lacks data, all modules of the set borrow. Stand-ins are new observers,
-    so those of a set's inputs are fused again, and those of its outputs likewise; observers of weights are fused
-    already.
+    without inputs. If one module of a fused set lacks data, all modules of the set borrow. The observers of a plan are
+    fused for the weights and for the inputs of a set; stand-ins for inputs are new observers, so they are fused here.
 
     Args:
         observers: of the plan, with the statistics of all ranks.
@@ -486,9 +485,8 @@ def borrow_ranges(
             observer = observers[name, base]
             stand_ins[name, base] = observer if base == "weight" else _union(observer, reached)
     for group in fused:
-        for base in ("input", "output"):
-            fused_stand_ins = [stand_ins[name, base] for name in group if (name, base) in stand_ins]
-            Observer.fuse(fused_stand_ins, join_ranges)
+        input_stand_ins = [stand_ins[name, "input"] for name in group if (name, "input") in stand_ins]
+        Observer.fuse(input_stand_ins, join_ranges)
     return stand_ins
 
 
