@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -87,15 +87,16 @@ def by_module(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     """Write the qparams of a :func:`dump_state` to the planned modules of a model.
 
-    Called by ``CalibrationSession.load_state_dict``.
+    Called by ``CalibrationSession.load_state_dict``. The whole state is checked before anything is changed.
 
     Args:
-        model: of the session; its modules get the checksums that were saved.
+        model: of the session. Every module gets the checksums that were saved for it: none, for most modules.
         plan: of the session; outputs that the saved calibration did not quantize are dropped from it.
         state: the result of :func:`dump_state`.
 
     Raises:
-        CalibrationError: the state was made with another scheme or for another model. Nothing was written then.
+        CalibrationError: the state was made with another scheme or for another model. Plan and modules are as before
+            then.
     """
     require_whole(state)
     saved_format = state.get("format")
@@ -110,12 +111,15 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     qparams = by_module(state["qparams"])
     unknown = sorted(qparams.keys() - {target.name for target in plan.targets})
     refuse(unknown, "the saved calibration has modules that this model does not have")
-    drop_outputs(plan, state["followed"])
-    refuse(list(_misfits(plan, qparams)), "the saved calibration does not fit", remedy=_REMEDY)
+    followed = set(state["followed"])
+    refuse(list(_misfits(plan, qparams, followed)), "the saved calibration does not fit", remedy=_REMEDY)
+    drop_outputs(plan, followed)
+    # Qparams that were made in inference mode could not be used in training. At rest, no offloaded weight is loaded.
     with torch.inference_mode(False), torch.no_grad(), at_rest():
         write_all(plan, qparams)
         with without_wrappers(model), without_adapters(model):
             for name, module in model.named_modules():
+                # Also where none was saved: checksums of an earlier calibration must not stay.
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))
 
 
@@ -271,25 +275,33 @@ def dump_observation(observers: Mapping[Key, Observer], collectives: Collectives
     statistics) are stored for each rank.
 
     Args:
-        observers: they keep their statistics.
+        observers: they keep their statistics, since copies of them are reduced.
         collectives: of this rank.
 
     Returns:
         ``{"reduced": statistics of all ranks, "of_ranks": [statistics of rank 0, ...]}``, the same on all ranks.
+
+    Raises:
+        CalibrationError: the same on all ranks: a statistic that cannot be saved or reduced, NaN or infinity, or
+            another failure of some rank.
     """
     kept_by_rank: dict[str, dict[str, Any]] = {}
     copies: dict[Key, Observer] = {}
+    # Each ``with stretch`` catches an error of this rank, since the other ranks enter the next collective in any case.
+    # ``sync_statistics`` raises the error of the first block on all ranks, ``agree`` that of the second.
     stretch = Stretch(collectives)
     with stretch:
         inexact: dict[Key, Observer] = {}
         for key, observer in observers.items():
             if _is_exact(observer):
                 copies[key] = type(observer)(observer.base_name, observer.args)
+                # The same tensors, which reducing replaces and does not change.
                 copies[key].load_statistics(observer.get_statistics())
             else:
                 inexact[key] = observer
         kept_by_rank = dump_statistics(inexact)
     synced = sync_statistics(copies, collectives, failure=stretch.failure, note=kept_by_rank)
+    # ``synced.notes`` are the ``kept_by_rank`` of all ranks.
     state: dict[str, Any] = {}
     stretch = Stretch(collectives, synced.failure)
     with stretch:
@@ -329,8 +341,17 @@ def _is_exact(observer: Observer) -> bool:
     return True
 
 
-def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield a message for each saved qparam that is missing, unexpected, or of another shape than its module needs."""
+def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]], followed: Collection[str]) -> Iterator[str]:
+    """Yield a message for each saved qparam that is missing, unexpected, or of another shape than its module needs.
+
+    :func:`load_state` calls this before it changes anything.
+
+    Args:
+        plan: of the session.
+        saved: the saved qparams by module name, ``{"layer": {"weight_scale": tensor}}``.
+        followed: names of modules whose output the saved calibration did not quantize, so that its qparams are missing
+            rightly.
+    """
     # A state may lack qparams that are not required: those of all activations, if it was saved before any data, and
     # those of modules that no data reached.
     saved_base_names = {"weight"}
@@ -338,4 +359,5 @@ def _misfits(plan: Plan, saved: Mapping[str, dict[str, Any]]) -> Iterator[str]:
         saved_base_names |= {key.partition("_")[0] for key in qparams}
     for target in plan.targets:
         if target.name in saved:
-            yield from find_misfits(target, saved[target.name], saved_base_names)
+            base_names = saved_base_names - {"output"} if target.name in followed else saved_base_names
+            yield from find_misfits(target, saved[target.name], base_names)

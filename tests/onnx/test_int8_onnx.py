@@ -26,6 +26,7 @@ from lightning_obs import (
     sensitivity,
 )
 from lightning_obs.calibration.output_readers import OutputReaders
+from lightning_obs.files.sealed import sealed
 from lightning_obs.model.module_qparams import calibrated_modules, read_qparams
 from lightning_obs.ranks.collectives import Collectives
 from tests.support.lightning_package import L
@@ -487,6 +488,18 @@ def test_a_saved_calibration_keeps_which_outputs_are_quantized():
     later.load_state_dict(state)
     assert quantized_outputs(resumed) == quantized_outputs(model)
     assert later.state_dict()["followed"] == state["followed"]
+
+
+def test_a_saved_calibration_that_does_not_fit_leaves_the_plan_as_it_was():
+    _, session = calibrated(Residual())
+    state = session.state_dict()
+    name = next(name for name in state["qparams"] if name.endswith("weight_scale"))
+    state["qparams"][name] = torch.ones(1, 2, 3)
+    later = CalibrationSession(Residual().eval(), "INT8_ONNX")
+    before = [target.args.keys() for target in later.plan.targets]
+    with pytest.raises(CalibrationError, match="does not fit"):
+        later.load_state_dict(sealed(state))
+    assert [target.args.keys() for target in later.plan.targets] == before
 
 
 def test_a_second_calibration_is_as_the_first():
