@@ -152,9 +152,11 @@ class StepwiseCalibration:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Make the model run block by block, eagerly and unfused, inside the ``with`` block.
+        """Make the model run block by block inside the ``with`` block.
 
-        The owner enters it before the first position.
+        Meanwhile no graph of ``torch.compile`` runs, and torch's encoder layers call their Linears instead of computing
+        all in one operation: otherwise the hooks and quantized forwards of the modules would not run. The owner enters
+        the block before the first position.
         """
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())
@@ -217,17 +219,18 @@ class StepwiseCalibration:
         """Run the first batch, and list the calls of unfinished modules in the position.
 
         Returns:
-            For each call the module's name, and a number that is equal for calls that read the same unchanged tensor.
+            For each call the module's name, and a number that is equal for calls that read the same unchanged tensor. A
+            call without a tensor among its arguments (a tuple of tensors, say) has a number of its own.
         """
-        calls = []
-        read: list[torch.Tensor] = []  # kept, so that no later tensor has the identity of an earlier one
-        numbers: dict[tuple[int, int], int] = {}
+        calls: list[tuple[str, int]] = []
+        inputs: list[torch.Tensor] = []  # kept, so that no later tensor has the identity of an earlier one
+        numbers: dict[tuple[int, int], int] = {}  # by identity and version of a tensor, the number of its first call
 
         def note(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
             value = first_input(args, kwargs)
-            number = len(read)
+            number = len(calls)  # of this call, so that no earlier call has it
             if value is not None:
-                read.append(value)
+                inputs.append(value)
                 number = numbers.setdefault((id(value), value._version), number)
             calls.append((name, number))
 
@@ -238,16 +241,25 @@ class StepwiseCalibration:
         return calls
 
     def _calibrate(self, position: int, names: list[str]) -> None:
-        """Calibrate the modules of one step: observe all batches, then compute and write their qparams."""
+        """Calibrate the modules of one step: observe all batches, then compute and write their qparams.
+
+        Called by :meth:`calibrate_position` for each step. Without observers that need data, no batch runs.
+        """
         part = self.observation.of(names)
         if part.data_observers:
             with on_all_ranks(part.collectives):
+                # The model of a part is a list of its modules. The batches need the whole model, whose class also tells
+                # the layout of activations.
                 self._observe(position, replace(part, model=self.observation.model))
+        # The part has counted on from the count of the steps before; the result reports the count of all steps.
         self.observation.calls.measurements = part.calls.measurements
         self._finalize(names)
 
     def _observe(self, position: int, part: Observation) -> None:
         """Run all batches through a position, up to the last call of the modules of a step, which observe their inputs.
+
+        A run ends after as many calls of these modules as the first batch has made. If another batch makes more calls,
+        the further ones are not observed; if it makes fewer, it runs to the end of the position.
 
         Args:
             position: that runs.
@@ -256,7 +268,7 @@ class StepwiseCalibration:
         pairs = self._pairs_of(part)
         for index in range(len(self._batches)):
             part.calls.mask = self._batches.mask(index)
-            part.calls.number = index
+            part.calls.number = index  # by it the hold-outs of judged modules keep every fourth batch out
             part.calls.cache.forget()
             if pairs is not None:
                 with ExitStack() as stack:
@@ -297,17 +309,25 @@ class StepwiseCalibration:
         )
 
     def _finalize(self, names: list[str]) -> None:
-        """Compute and write the qparams of some modules, let them run quantized, and reset their weights' observers."""
+        """Compute and write the qparams of some modules, let them run quantized, and reset their weights' observers.
+
+        Called for the modules of each step, once all batches were observed, and for the modules that no batch called.
+
+        Raises:
+            CalibrationError: as :func:`.finalize` says. Modules of the part then stay unfinished.
+        """
         if not names:
             return
         part = self.observation.of(names, self._progress.of_part(names))
+        # A finished module has had its data, so missing data of this part are those of some modules only.
         part.others_have_data = bool(self.result.modules)
         try:
             part_result = finalize(part)
         finally:
+            # Only an error leaves this True, and no part follows it.
             self.observation.lacks_data = part.lacks_data
         self.observation.skipped |= part.skipped
-        self.result.add(part_result)
+        self.result.add(part_result)  # skipped modules, ranges, fit errors...: all that grows but these two
         self.result.qparams |= part_result.qparams
         self.result.modules += part_result.modules
         for name in names:
@@ -315,7 +335,7 @@ class StepwiseCalibration:
             if get_scheme(target.module) is not None:
                 self._finished[target.module] = WeightCache()
         for observer in part.all_observers:
-            if observer.base_name == "weight":
+            if observer.base_name == "weight":  # their Hessians take much memory, and are used only once
                 observer.reset()
 
     # ------------------------------------------------------------------ runs

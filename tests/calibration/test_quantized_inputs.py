@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_obs import (
 )
 from lightning_obs.calibration import quantized_inputs
 from lightning_obs.calibration.blocks import Blocks
+from lightning_obs.calibration.stepwise import StepwiseCalibration
 from lightning_obs.numerics.rounding import corrected_target, round_by_hessian
 from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.common import Experts, Shared, hooks
@@ -142,6 +144,30 @@ def test_blocks_that_run_alone_give_the_numbers_of_the_whole_model(monkeypatch):
 
 def first(output) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output[0]
+
+
+class OnTuple(nn.Linear):
+    """A Linear whose only argument is a tuple."""
+
+    def forward(self, values):
+        return super().forward(values[0])
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = OnTuple(8, 8), OnTuple(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(self.second((self.first((x,)),)))
+
+
+def test_modules_that_read_tuples_are_steps_of_their_own():
+    model = Chain()
+    observation = CalibrationSession(model, {"weights": {"num_bits": 4, "strategy": "channel"}}).observation
+    batches = MagicMock(__len__=lambda _: 1, run=lambda _: model(torch.ones(2, 8)))
+    steps = StepwiseCalibration(observation, Blocks(), batches)
+    assert steps._steps(0) == [["first"], ["second"], ["last"]]
 
 
 def test_modules_that_read_one_tensor_are_one_step_and_share_what_is_measured():
