@@ -48,8 +48,11 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     if all names in the folder begin with one prefix (``model.``) and continue with names of this module, they are read
     without the prefix.
 
+    If the calibrated model's attention or recurrent layers were made of Linears (``linearize_attention``,
+    ``linearize_recurrent``), these layers of ``model`` are replaced in the same way first.
+
     Args:
-        model: a freshly built, unquantized module; changed in place.
+        model: a freshly built, unquantized module; changed in place, layers may be replaced in it.
         folder: written by ``export_checkpoint``.
 
     Returns:
@@ -66,11 +69,12 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         "a checkpoint cannot be loaded into a model that is offloaded",
         remedy="load it into the whole model, then dispatch that.",
     )
-    if not folder.exists():
+    if not folder.exists():  # a writer that was killed while it replaced the folder has left the old one beside it
         clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
     config = _read_config(folder)
     with ExitStack() as undo:
         with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:
+            # Both replace layers, and return the function that puts the earlier layers back if an error follows.
             undo.callback(linearize_stored(module, reader))
             undo.callback(linearize_stored_recurrent(module, reader))
             prefix = prefix_in_folder(module, list(reader))
@@ -94,7 +98,7 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         module.load_state_dict(state)
         for target in targets:
             _write_loaded_qparams(target, qparams_of_module[target.name])
-        unfuse_for_good(module)
+        unfuse_for_good(module)  # torch's encoder layers must call their Linears, whose forwards quantize now
         remember(module)
     return model
 
@@ -109,7 +113,11 @@ def _read_config(folder: Path) -> QuantizationConfig | None:
 
 
 def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[PlannedModule]:
-    """The modules of ``model`` that the config says are quantized, each with its scheme and under all of its names."""
+    """The modules of ``model`` that the config says are quantized, each with its scheme and under all of its names.
+
+    :func:`load_checkpoint` calls this before tensors are read. Targets and ``ignore`` are matched with a module's first
+    name, by which the calibrated model was planned.
+    """
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
             "load_checkpoint cannot load a quantized kv cache",
@@ -121,14 +129,15 @@ def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[Pla
         scheme = group if group.format is not None else group.model_copy(update={"format": config.format})
         scheme_of_target |= dict.fromkeys(group.targets, scheme)
     target_names = list(scheme_of_target)
-    matched_ids = {id(module) for _, module in match_named_modules(model, target_names, config.ignore)}
+    scheme_of_module: dict[int, QuantizationScheme] = {}  # by id: metrics define == and hash in their own way
+    for first_name, module in match_named_modules(model, target_names, config.ignore):
+        target_name = match_targets(first_name, module, target_names)[0]
+        if is_meant(target_name, module):
+            scheme_of_module[id(module)] = scheme_of_target[target_name]
     planned = []
     for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) not in matched_ids:
-            continue
-        target_name = match_targets(name, module, target_names)[0]
-        if is_meant(target_name, module):
-            planned.append(PlannedModule(name, module, scheme_of_target[target_name]))
+        if id(module) in scheme_of_module:
+            planned.append(PlannedModule(name, module, scheme_of_module[id(module)]))
     return planned
 
 

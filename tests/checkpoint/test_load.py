@@ -262,14 +262,15 @@ def test_only_a_convolution_is_a_checkpoint_too(cnn, tmp_path):
     assert torch.equal(loaded(image), expected)
 
 
-def test_a_module_used_under_two_names_is_stored_under_both(tmp_path):
+@pytest.mark.parametrize("targets", [None, ["a"]])
+def test_a_module_used_under_two_names_is_stored_under_both(targets, tmp_path):
     def build():
         model = nn.ModuleDict({"a": nn.Linear(4, 4)})
         model["b"] = model["a"]
         return model
 
     model = build()
-    with CalibrationSession(model, "W8A8"):
+    with CalibrationSession(model, "W8A8", targets=targets):
         pass
     export_checkpoint(model, tmp_path / "out")
     stored = load_file(tmp_path / "out" / "model.safetensors")
