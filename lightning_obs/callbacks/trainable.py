@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.fine_tuning.quantized_training import QuantizedTraining
+from lightning_obs.fine_tuning.quantized_training import refuse_weighed_tokens
 from lightning_obs.model.kinds import drops_inputs
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import adapters_of
@@ -61,10 +61,13 @@ def require_trainable(session: CalibrationSession) -> None:
 def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
     """Whether a calibrated model can be trained with the options of its calibration.
 
+    False if the LightningModule has no ``training_step`` of its own, if some parameter is offloaded or all are frozen,
+    if weights were rounded or tokens weighed, or if a fit of `QuantizationAwareTraining` would be refused at its start.
+
     ``Results.can_run`` and the command line ask it, to decide whether a report proposes fine-tuning as the next step.
 
     Args:
-        session: the session of the calibration; nothing on its model changes.
+        session: the session of the calibration; nothing changes in it or on its model.
         pl_module: holds the model. If it is attached to a Trainer, the Trainer's precision must allow training, too.
     """
     model = session.model
@@ -80,7 +83,8 @@ def can_train(session: CalibrationSession, pl_module: LightningModule) -> bool:
     try:
         if pl_module._trainer is not None:
             require_precision(pl_module.trainer)
-        QuantizedTraining(session)
+        require_trainable(session)
+        refuse_weighed_tokens(session)
     except CalibrationError:
         return False
     return True

@@ -58,7 +58,6 @@ class QuantizedTraining:
 
     ``QuantizedFit`` (``callbacks/quantized_fit.py``), a part of ``QuantizationAwareTraining``, makes one when the
     callback has prepared a session. The hooks of that callback call the methods, most of them through ``QuantizedFit``.
-    ``callbacks/trainable.py`` makes one only to see whether a model can be trained.
 
     Args:
         session: observes the model.
@@ -78,11 +77,8 @@ class QuantizedTraining:
     """
 
     def __init__(self, session: CalibrationSession, train: str = "weights", refreshes_weights: bool = False) -> None:
-        refuse(
-            session.observation.weighed_modules if train != "scales" else [],
-            "weigh_tokens needs weights that stay as they are, and these are trained",
-            remedy="leave it out, or set train='scales'.",
-        )
+        if train != "scales":
+            refuse_weighed_tokens(session)
         session.observation.judge_no_fit()  # of weights that change
         self.session = session
         self.refreshes_weights = refreshes_weights
@@ -410,6 +406,18 @@ class QuantizedTraining:
                 self.give_up()
         if self.learned is not None and "learned" in state:
             self.learned.load_state_dict(state["learned"])
+
+
+def refuse_weighed_tokens(session: CalibrationSession) -> None:
+    """Raise a CalibrationError if tokens are weighed for the weights of the session, which are to be trained.
+
+    Called when a :class:`QuantizedTraining` of weights is made, and by ``can_train`` (``callbacks/trainable.py``).
+    """
+    refuse(
+        session.observation.weighed_modules,
+        "weigh_tokens needs weights that stay as they are, and these are trained",
+        remedy="leave it out, or set train='scales'.",
+    )
 
 
 def _is_compiled(module: nn.Module) -> bool:

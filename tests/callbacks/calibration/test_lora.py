@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationCallback, CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
+from lightning_obs.callbacks.trainable import can_train
 from tests.callbacks.calibration_modules import loader, trainer
 from tests.support.lightning_package import L
 
@@ -68,6 +69,14 @@ def test_dropout_of_adapters_is_refused_where_they_are_trained():
     callback = QuantizationAwareTraining("INT8_STATIC", module="net")
     with pytest.raises(CalibrationError, match=r"dropout.*: 0\. .*lora_dropout=0"):
         trainer(callback, max_epochs=1).fit(module, loader(), loader())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+def test_training_is_proposed_where_it_is_not_refused_and_asking_changes_nothing(dropout):
+    module = Adapted(dropout)
+    callback, _ = calibrate(module)
+    assert can_train(callback.session, module) == (dropout == 0)
+    assert callback.session.observation.judges_fit
 
 
 def test_a_quantized_validation_of_adapters_is_that_of_the_merged_model():
