@@ -87,8 +87,10 @@ def divergences(
 ) -> tuple[Losses, int]:
     """Estimate the KL divergence that each scheme causes in each group of modules.
 
-    The model runs forward and backward once for each batch; hooks run the twins on the inputs of their modules. Called
-    by :func:`~lightning_obs.sensitivity` once all candidates are calibrated.
+    The model runs forward and backward once for each batch; hooks run the twins on the inputs of their modules. For the
+    hooks to run, no graph of ``torch.compile`` does, and torch's encoder layers call their Linears instead of computing
+    all in one operation. Gradients of parameters are not computed. Called by :func:`~lightning_obs.sensitivity` once
+    all candidates are calibrated.
 
     Args:
         model: the unquantized model; it is left as it was.
@@ -159,12 +161,15 @@ class _SquaredSums:
 
 
 def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
-    """Let offloaded modules compute their forward again in backward (activation checkpointing).
+    """Let offloaded modules compute their forward again in backward, and parameters of all modules need no gradients.
 
-    Otherwise autograd would keep the weights of all offloaded modules on the device until backward. The model's
-    parameters require no gradients until ``stack`` closes.
+    Otherwise autograd would keep the weights of all offloaded modules on the device until backward. So the forward of
+    each module whose hook brings weights in (its own, or those of all modules in it) runs under activation
+    checkpointing. :func:`divergences` calls this before it runs the model; ``stack`` undoes it.
     """
-    stack.enter_context(set_checkpoint_early_stop(False))  # it would leave accelerate's hook before weights go
+    # Otherwise the second forward would be left by an exception as soon as backward has what it needs, and accelerate's
+    # hook, which takes the weights off the device after the forward, would not run.
+    stack.enter_context(set_checkpoint_early_stop(False))
     owners = set()
     with at_rest():
         for module in model.modules():
@@ -172,6 +177,7 @@ def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
                 owners.add(brought_in_by(module))
     stack.enter_context(parameters_without_gradients(model))
     for owner in owners:
+        # The model is in evaluation mode, so the second forward draws no random numbers.
         recomputed = partial(checkpoint, owner.forward, use_reentrant=False, preserve_rng_state=False)
         stack.callback(set_attributes(owner, forward=recomputed))
 
@@ -289,31 +295,34 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
                 patch_attrs(quantizations, "weight_cache", caches_of_twins),
             ):
                 for scheme, twin in twins.by_scheme.items():
+                    args_of_twin, kwargs_of_twin = _arguments_of(twin, args, kwargs)
                     # Not twin(...): the copied module has the hooks of the original.
-                    difference: torch.Tensor = twin.forward(*_inputs_of(twin, args), **kwargs) - plain
+                    difference: torch.Tensor = twin.forward(*args_of_twin, **kwargs_of_twin) - plain
                     change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)
                     changes[scheme, name].append(change_of_logits)
-            give_back_freed()
+            give_back_freed()  # to the system: quantized weights of many sizes were made and freed here
 
         return tapped(output, change)
 
     return tap
 
 
-def _inputs_of(twin: nn.Module, args: Any) -> Any:
-    """The positional arguments for a twin; copies if the module works in place, since backward needs the originals."""
+def _arguments_of(twin: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments for a twin; copies if the module works in place, since backward needs the originals."""
     if not getattr(twin, "inplace", False):
-        return args
-    return tree_map_only(torch.Tensor, torch.clone, args)
+        return args, kwargs
+    copies: tuple[Any, Any] = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    return copies
 
 
 def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     """Sum the changes of some modules over :data:`BLOCK` neighbouring positions, square the sums, and add them up.
 
     Args:
-        members: for each module, the changes ``(..., positions)`` of each of its calls. If the modules have calls of
-            equal shapes (a fused set), their changes are added before they are squared; otherwise the squares of the
-            modules are added.
+        members: for each module, the changes ``(..., positions)`` of each of its calls; ``(samples,)`` if the module's
+            output ``(samples, channels)`` has no positions, and then no two changes are neighbours. If the modules have
+            calls of equal shapes (a fused set), their changes are added before they are squared; otherwise the squares
+            of the modules are added.
     """
     shapes = set()
     for changes_of_calls in members:
@@ -327,7 +336,9 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
         members = [summed]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):
-        rows = changes.flatten(0, -2) if changes.ndim > 1 else changes[:, None]
+        if changes.ndim == 1:
+            changes = changes[:, None]  # one position in each sample
+        rows = changes.flatten(0, -2)
         missing_positions = -rows.shape[-1] % BLOCK
         padded = nn.functional.pad(rows, (0, missing_positions))
         blocks = padded.unflatten(-1, (-1, BLOCK))

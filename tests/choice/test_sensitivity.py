@@ -15,6 +15,7 @@ from lightning_obs import (
     linearize_experts,
     sensitivity,
 )
+from lightning_obs.choice.divergence import _arguments_of
 from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -59,6 +60,13 @@ def test_the_estimate_is_the_divergence_with_one_layer_quantized(classifier, sch
     for name, estimate in found.layers["scheme"].items():
         assert estimate == pytest.approx(divergence(classifier, x, name, scheme), rel=0.25)
     assert found.tokens == 2048
+
+
+def test_a_twin_that_works_in_place_gets_copies_of_all_arguments():
+    x = torch.ones(2)
+    args, kwargs = _arguments_of(nn.ReLU(inplace=True), (x,), {"input": x})
+    assert args[0] is not x
+    assert kwargs["input"] is not x
 
 
 def test_calls_without_gradients_are_passed_over():
