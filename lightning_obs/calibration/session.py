@@ -62,7 +62,8 @@ class CalibrationSession:
     Args:
         model: any module; target and ignore names are names in its ``named_modules``. Where FSDP1 shards it, the
             outermost wrapper; names have no wrappers in them.
-        scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`.
+        scheme: preset name, dict, ``QuantizationConfig``, or :class:`~lightning_obs.CalibrationOptions`. None,
+            with the option ``kv_cache``: only the keys and values of attention are quantized.
         token_mask: name of the model's argument that is nonzero for tokens that count, ``(batch, tokens)``, usually
             ``"attention_mask"``. Other tokens reach no observer. Or set the mask of each batch with
             :meth:`mask_tokens`. Without a mask, padding that an ``attention_mask`` shows is observed, with a warning.
@@ -76,9 +77,11 @@ class CalibrationSession:
             the data run, the part is left out here when the session finalizes.
         label: short name of scheme and rounding, by ``options``.
         plan: the modules that will be quantized.
-        engines: by engine's name, its verdict on the checkpoint.
+        engines: by name of an engine (``"vLLM"``, ``"transformers"``...), whether it will load the checkpoint, and on
+            which hardware; or why not.
         observers: by module name and base name (``("layer", "weight")``), the observers of the plan.
-        data_observers: the observers that observe data: those of the plan that need data, and helper observers.
+        data_observers: the observers that observe data: those of the plan that need data, and those that gather what
+            a report or a rounding needs beside them.
         observation: the record of what was observed. Others may read it; only the session's methods change it.
         kept_runs: keeps the model's calls and runs them again step by step, for a rounding on quantized inputs. None:
             the plan has no such rounding.
@@ -228,6 +231,11 @@ class CalibrationSession:
     ) -> None:
         """Attach the hooks: the model's calls are observed from now on.
 
+        If weights are rounded on quantized inputs (``kept_runs``), the calls are kept, and the modules are observed when
+        :meth:`finalize` runs the calls again. Earlier hooks are removed, a pause (:meth:`ignore_calls`) ends, and the
+        last result is forgotten; the qparams on the modules stay. If the plan quantizes outputs, hooks also record
+        which module reads which output.
+
         Called by ``with session:``, by the callbacks when a validation or an observation of training batches starts,
         by the functions that choose schemes, and by ``calibrate_layerwise`` before its first block.
 
@@ -250,10 +258,10 @@ class CalibrationSession:
         if shares_calls_with is not None:
             self.observation.calls.cache = shares_calls_with.observation.calls.cache
         self.result = None
-        self.observation.unreached = None
+        self.observation.unreached = None  # statistics change, so finalize must reduce them over the ranks again
         self.observation.calls.is_paused = False
         self._observing_since = time.perf_counter()
-        has_outputs = self.observation.calls.readers is not None
+        has_outputs = self.observation.calls.readers is not None  # whether the plan quantizes outputs
         observes_modules = self.kept_runs is None or self.kept_runs.observe_modules
         self._hooks.attach(count_calls, attach_readers if has_outputs else None, observes_modules)
         if self.kept_runs is not None:
@@ -388,17 +396,19 @@ class CalibrationSession:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules; the callbacks call this when a run resumes.
 
+        Outputs that the saved calibration did not quantize leave the plan, and their observers are removed.
+
         Raises:
-            CalibrationError: the state was made with another scheme or for another model. The modules' qparams do not
+            CalibrationError: the state was made with another scheme or for another model. Plan and qparams do not
                 change then.
         """
         with self._written.replacing():
             load_state(self.model, self.plan, state)
             self.observation.skipped = set(state["skipped"])
             readers = self.observation.calls.readers
-            if readers is not None:
+            if readers is not None:  # the plan quantizes outputs
                 readers.followed.update(state["followed"])
-                self.observation.drop_outputs(readers.followed)
+                self.observation.drop_outputs(readers.followed)  # their observers; load_state has changed the plan
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:
@@ -480,7 +490,11 @@ class _WrittenQParams:
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """Put the session's qparams on the modules inside the ``with`` block, and the present qparams back after it."""
+        """Put the session's qparams on the modules inside the ``with`` block, and the present qparams back after it.
+
+        In the block, modules that the session does not target have no qparams, even if another session has calibrated
+        them. The session's ``in_force`` enters the block.
+        """
         present = calibration_of(self._model)
         put_back(self._calibration)
         try:

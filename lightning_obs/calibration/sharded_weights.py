@@ -79,7 +79,8 @@ class ShardedWeights:
                 all ranks; a failure in here is kept in it.
 
         Returns:
-            The number of collectives, without the gathering of weights.
+            The number of collectives that reduce or send ranges, which the result of the calibration reports. Gathering
+            weights is not counted, as its collectives are those of FSDP.
         """
         keys_of_this_rank: set[Key] = set()
         if stretch.failure is None:
@@ -87,6 +88,10 @@ class ShardedWeights:
         failures = self._observe_sharded(keys_of_this_rank, owners, observe)
 
         def search(key: Key) -> None:
+            """Observe a weight that is not sharded; of a sharded weight, raise the error that observing it has raised.
+
+            :func:`.share_weights` calls this for each key that this rank owns.
+            """
             if key not in failures:
                 matrix = whole_matrix(self.modules[key])
                 assert matrix is not None  # a plan has no weight without a matrix
@@ -130,7 +135,10 @@ class ShardedWeights:
         matrices: dict[Key, torch.Tensor],
         failures: dict[Key, Exception | None],
     ) -> None:
-        """Gather the weights of a unit, and add those in ``keys`` to ``matrices``.
+        """Gather the weights of a unit, and add those in ``keys`` to ``matrices``. Every rank must call this.
+
+        With FSDP2 the call of :func:`.whole_matrix` gathers the weight, so it is made for every weight of the unit,
+        also for those that another rank observes. With FSDP1 the caller has gathered the unit already.
 
         Args:
             unit: whose parameters are whole now (:func:`.whole_unit`).
@@ -139,7 +147,8 @@ class ShardedWeights:
             matrices: added to, by key.
             failures: added to, if there is no memory for a copy.
         """
-        # With FSDP1 a matrix is a view of memory that the next unit takes over, so it is copied. With FSDP2 it is not.
+        # With FSDP1 a matrix is a view of memory that the next unit takes over, so it is copied. With FSDP2, where
+        # there is no unit of FSDP1, each matrix has memory of its own.
         is_view = unit_of(self.modules[unit[0]]) is not None
         for key in unit:
             matrix = whole_matrix(self.modules[key])

@@ -47,14 +47,18 @@ class TokenSelection:
         """The rows of an activation that count; a hook calls this for each activation of a batch with a mask.
 
         Args:
-            value: an activation ``(batch, tokens, ...)`` or ``(batch * tokens, channels)``. One vector for each
-                sequence, ``(batch, channels)``, has no padding and is returned as it is.
+            value: an activation ``(batch, tokens, ...)``, ``(batch * tokens, channels)``, or ``(batch, channels)`` with
+                one vector for each sequence. A sequence's vector has no padding: a mask of tokens keeps all vectors,
+                unless it keeps no token at all.
             mask: ``(batch, tokens)``, nonzero for a token that counts; ``(batch,)`` for whole samples.
             name: of the module.
             layout: what is known of the layout of ``value``.
 
         Returns:
-            ``(n, ...)``; of an attention state ``(1, heads, n, head_dim)``.
+            ``value`` with all its dimensions if everything counts, and its empty slice ``value[:0]`` if nothing counts
+            (neither holds for the layout ``positions``). Otherwise the n rows that count: ``(n, ...)``, or of an
+            attention state ``(1, heads, n, head_dim)``. A mask of samples keeps whole samples of an activation,
+            ``(n, tokens, ...)``.
 
         Raises:
             CalibrationError: the shape does not tell which rows of ``value`` count.

@@ -125,7 +125,9 @@ class TokenWeights:
     def measure(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the token weights of a call of the model before it runs; a pre-hook of the model calls this.
 
-        A copy of the model runs forward and backward on copies of the arguments.
+        A copy of the model runs forward and backward on copies of the arguments. If that fails, a recipe asks for the
+        weights, and no module was weighed in an earlier call, the error is kept and not raised: neither this call nor
+        any later one is measured, and all tokens count alike.
 
         Args:
             model: the model.
@@ -133,7 +135,7 @@ class TokenWeights:
 
         Raises:
             CalibrationError: the model cannot be copied; no gradient leads from its output to a module; or the class
-                dimension of its logits is unknown. If a recipe asks for the weights, tokens count alike instead.
+                dimension of its logits is unknown.
         """
         self._weights = {}
         self._weighed_calls.clear()
@@ -144,7 +146,7 @@ class TokenWeights:
             self._run_copy(model, args, kwargs)
         except CalibrationError as error:
             if not self._is_of_recipe or any(self._is_weighed.values()):
-                raise
+                raise  # sums in which some calls are weighed and others not would mean nothing
             self._obstacle = str(error)
             self._weights = {}
 
@@ -188,7 +190,12 @@ class TokenWeights:
         return hook
 
     def _output_observers(self, name: str) -> list[Observer]:
-        """The observers that take the gradients at a module's outputs in the present batch; empty if none does."""
+        """The observers that take the gradients at a module's outputs in the present batch; empty if none does.
+
+        These are the helper of the module's rounding, and the same helper of its hold-out, by which the fit of a few
+        modules is judged. The hold-out's observer takes only the batches that are kept out, every fourth of all ranks'
+        batches; its :class:`.Place` says whether the present batch is one of them.
+        """
         observers = []
         observer = self._observation.data_observers.get((name, GRADIENTS))
         if observer is not None:
@@ -210,7 +217,8 @@ class TokenWeights:
     def _compare(self, model: nn.Module, args: Any, output: Any) -> None:
         """Raise a CalibrationError if the copy predicted something else than the model; a forward hook of the model.
 
-        Weights that a wrong copy gives are of no use. Only the first call in evaluation mode is compared.
+        Weights that a wrong copy gives are of no use. Only the first call in evaluation mode is compared. If the two
+        outputs have different numbers of tensors, those that only one of them has are not compared.
         """
         predicted = self._predicted
         self._predicted = None

@@ -17,14 +17,18 @@ from lightning_obs.observers import Key
 def left_in_float_without_data(observation: Observation, unreached: Collection[Key]) -> set[str]:
     """Decide which modules stay in full precision because no data reached them, and warn of them.
 
-    ``finalize`` calls this on every rank if an observer without a stand-in has no data.
+    ``finalize`` calls this on every rank if an observer without a stand-in has no data. A *stand-in* replaces the
+    observer of an expert without tokens: it has the ranges of the layer's other experts (``on_missing="siblings"``,
+    :func:`.borrow_ranges`).
 
     Args:
-        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data.
+        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data. In the record
+            of a part of a model, ``others_have_data`` says whether data reached the other parts.
         unreached: the observers that no data reached on any rank, without those that have a stand-in.
 
     Returns:
-        Names of these modules, and of the modules that can only be quantized together with them.
+        Names of these modules, and of all modules in the groups (``observation.inseparable``: fused sets, the experts
+        of a layer) that contain one of them.
 
     Raises:
         CalibrationError: no observer has data; or some observer has none, and ``on_missing`` does not allow it. In a
@@ -56,8 +60,8 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
 def _required_observers(observation: Observation) -> list[Key]:
     """The observers that must have data: those of the plan, and helpers that gather a Hessian.
 
-    Other helpers gather what a report or a rounding can do without. With ``on_missing="siblings"`` so is the Hessian:
-    the weight of an expert without tokens is rounded to nearest.
+    Other helpers gather what a report or a rounding can do without. With ``on_missing="siblings"`` the Hessian is not
+    required either: the weight of an expert without tokens is rounded to nearest.
     """
     helpers = {RANGE, GRADIENTS, INPUT_ERRORS}
     if observation.options.on_missing == "siblings":

@@ -75,8 +75,8 @@ class WeightRounding(Observer):
         and :func:`.judge_fit` for its second fit. ``g_idx`` is not used.
         """
         qparams: Any = self._qparams
-        options = self.rounding or RoundingOptions()
-        with observing(self):
+        options = self.rounding or RoundingOptions()  # ``rounding``: the options that the base class read from ``args``
+        with observing(self):  # outside inference mode; ``rounded`` counts as not checked for NaN
             self.rounded = round_by_hessian(
                 self._target(value, options),
                 qparams,

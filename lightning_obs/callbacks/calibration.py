@@ -251,7 +251,10 @@ class CalibrationCallback(SessionCallback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Attach the observers if this validation calibrates; with ``evaluate``, prepare the second pass.
 
-        In a sanity check that does not calibrate, the layers that its batches call are recorded.
+        Before that, in ``trainer.validate(ckpt_path=...)``, the callback's state is read from the checkpoint if
+        Lightning does not restore it there. If the validation does not calibrate and is a sanity check, the layers that
+        its batches call are recorded. Nothing more happens if there is no session yet and none is due. With
+        ``observers="auto"`` the first validation that calibrates also begins to keep the model's inputs for the choice.
         """
         restore_outside_of_fit(self, trainer)
         is_due = self.schedule.is_due(trainer, self.trainer_session.has_calibrated)
@@ -259,7 +262,7 @@ class CalibrationCallback(SessionCallback):
         if session is None:
             return
         if not is_due:
-            self.schedule.watch(trainer, session)
+            self.schedule.watch(trainer, session)  # does nothing unless this is a sanity check
         is_measured = not trainer.sanity_checking and (is_due or session.has_written)
         if self.quantized_metrics is not None and is_measured:
             self.quantized_metrics.start(trainer, pl_module, session)
@@ -287,12 +290,15 @@ class CalibrationCallback(SessionCallback):
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute and write the quantization parameters; run the second pass and log its metrics.
 
-        With ``observers="auto"`` the first such validation chooses the observers before that. In a test, where nothing
-        is observed, only the second pass runs. ModelCheckpoint, which runs later, saves the parameters and can monitor
-        the metrics.
+        With ``observers="auto"`` the first such validation chooses the observers before that. In a fit, a validation
+        that lacks data computes no parameters; if no earlier validation has either, the second pass is given up, since
+        there is nothing to measure. In a test, where nothing is observed, only the second pass runs. ModelCheckpoint,
+        which runs later, saves the parameters and can monitor the metrics.
         """
         if self.session is not None and self.session.is_attached:
             if self.auto is not None and self.auto.is_keeping:
+                # The choice runs the model, so it needs the Trainer's autocast. The finalization runs no forward, or
+                # repeats calls with the autocast that each of them had.
                 with trainer.precision_plugin.val_step_context():
                     self.trainer_session.session = self.auto.choose(self.session)
                 self.options = self.auto.options

@@ -203,7 +203,10 @@ class GgufFile(Destination):
 
     @override
     def write(self, results: Results) -> None:
-        """At a run's end, write a copy of ``base`` with the quantized weights."""
+        """At a run's end, write a copy of ``base`` with the quantized weights.
+
+        ``base`` and ``overwrite`` are all that :func:`~lightning_obs.export_gguf` takes beside model and path.
+        """
         results.export_gguf(self.path, self.base, self.overwrite)
 
 

@@ -95,6 +95,8 @@ class Distillation:
     ) -> Callable[[], None]:
         """Wrap the LightningModule's ``training_step``; called when fit starts.
 
+        If a teacher other than the student is on the CPU, it is moved to the LightningModule's device, and stays there.
+
         Args:
             pl_module: has the step.
             training: holds the student, and runs it unquantized for its own teaching.
@@ -113,8 +115,10 @@ class Distillation:
                 remedy="add the divergence in your training_step (lightning_obs.numerics.divergence.divergence), "
                 "and leave distill=0.",
             )
-        if self._teacher is not None and next(self._teacher.parameters()).device.type == "cpu":
-            self._teacher.to(pl_module.device)
+        if self._teacher is not None:
+            parameter = next(self._teacher.parameters(), None)
+            if parameter is not None and parameter.device.type == "cpu":
+                self._teacher.to(pl_module.device)
         training_step = pl_module.training_step
         student = training.session.model
 
@@ -158,7 +162,10 @@ class Distillation:
         if teacher is None:
             teacher = training.session.model
         else:
-            args, kwargs = move_data_to_device((args, kwargs), next(teacher.parameters()).device)
+            parameter = next(teacher.parameters(), None)
+            if parameter is not None:
+                args, kwargs = move_data_to_device((args, kwargs), parameter.device)
+        # Unquantized also if the teacher is another model, which may call modules of the student (a shared encoder).
         with training.unquantized(), in_evaluation_mode(teacher), torch.no_grad():
             if self._teaches_by_head:
                 logits = call_for_head(teacher, args, kwargs)

@@ -71,7 +71,12 @@ class ModuleState:
                 waiting.extend(copies.pop_modules())
 
     def _record(self, module: nn.Module, copies: _Copies) -> None:
-        """Record the attributes, buffers and table of submodules of one module; the names that stay are left out."""
+        """Record the attributes, buffers and table of submodules of one module.
+
+        Left out are the names that keep their present values in a second pass (:data:`_UNTOUCHED` and weights), and
+        names that begin with two underscores: these describe the object for Python and libraries (``__wrapped__`` of
+        ``functools.update_wrapper``), and no step changes them.
+        """
         special_names = {name for name in vars(module) if name.startswith("__")}
         untouched = _UNTOUCHED.union(special_names, _weight_names(module._parameters))
         for values in (vars(module), module._buffers, module._modules):
@@ -180,10 +185,14 @@ class _Copies:
     def of(self, value: Any) -> Any:
         """Return a copy of a tensor, an array, a random generator, or of a list, tuple, dict, set or deque.
 
-        Called for each recorded value. The items of a container are copied in the same way.
+        Called for each recorded value, and for the items of lists, tuples (named tuples, too), deques and dicts, which
+        are copied in the same way. The items of arrays and sets are not copied.
 
-        Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes and of
-        subclasses of these. The attributes of a record (:func:`_is_record`) become one of ``namespaces``.
+        Everything else is returned as it is: parameters, modules, numbers, strings, objects of all other classes, and
+        of a user's subclasses of arrays, lists, dicts, sets and deques. Modules are noted for :meth:`pop_modules`. The
+        attributes of a record (:func:`_is_record`) become one of ``namespaces``.
+
+        An object that was met before gives the same result as then.
         """
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -262,5 +271,9 @@ def _is_data(value: Any) -> bool:
 
 
 def _belongs_to_torch(module: nn.Module) -> bool:
-    """Whether the module's attributes are torch's: a wrapper (FSDP1 has begun since), or compiled code."""
+    """Whether the module's attributes are torch's, and so are not recorded: a wrapper, or compiled code.
+
+    :class:`ModuleState` asks this of each module; the modules inside a wrapper are recorded. A wrapper keeps the state
+    of its own work in attributes: FSDP1, say, sets some in its first forward, which a second pass must not take away.
+    """
     return inside(module) is not None or isinstance(module, torch.jit.ScriptModule)

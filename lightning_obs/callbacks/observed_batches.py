@@ -24,7 +24,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import PADDING, find_mask
 from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.sanity_check import SanityWatch
-from lightning_obs.callbacks.strategies import repeated_in_batch, repeated_samples
+from lightning_obs.callbacks.strategies import repeated_samples, samples_that_count
 from lightning_obs.errors import CalibrationError, require_at_least, require_bool, require_kind, warn
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.mark import keep_hook_out
@@ -156,10 +156,11 @@ class ObservedBatches:
         """Before a validation batch runs: observe it or not, and mask its padding and repeated samples.
 
         Both callbacks call it in ``on_validation_batch_start``. Nothing happens unless the session is attached. An
-        observed batch is counted, and the first batch whose padding would be observed gets a warning.
+        observed batch is counted, and the first batch whose padding would be observed gets a warning. Batches that are
+        not observed are masked as well.
 
         Raises:
-            CalibrationError: the batch has no token mask.
+            CalibrationError: the batch, observed or not, has no token mask.
         """
         if session is None or not session.is_attached:
             return
@@ -168,7 +169,7 @@ class ObservedBatches:
         mask = self.mask_of(batch)
         if trainer.world_size > 1:
             loader = list(validation_loaders(trainer).values())[dataloader_idx]
-            mask = _masked_also(mask, repeated_in_batch(loader, batch_idx))
+            mask = _masked_also(mask, samples_that_count(loader, batch_idx))
         session.mask_tokens(mask)
         session.warn_of_padding(batch.get(PADDING) if hasattr(batch, "get") else None)
         if not session.observation.calls.is_paused:

@@ -216,7 +216,14 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Copy the model if its original is the teacher; refuse a model whose parameters are all frozen."""
+        """Before a fit, copy the model if its original is the teacher; refuse to train scales of a frozen model.
+
+        With ``train="scales"`` the optimizer is made of the model's own parameters, so some of them must require
+        gradients. In other stages than fit, only the setup of the base class is done.
+
+        Raises:
+            CalibrationError: ``train="scales"``, and every parameter is frozen; or the module to copy is not found.
+        """
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -250,7 +257,8 @@ class QuantizationAwareTraining(SessionCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore a state that was loaded after ``on_fit_start``; freeze the weights if scales are trained alone.
 
-        From now on the optimizers' first steps are watched for updates that half precision loses.
+        From now on the optimizers' first steps are watched for updates that half precision loses. Reports learn that
+        the model was trained (``Results.was_trained``): they then propose no rounding and no further training.
         """
         super().on_train_start(trainer, pl_module)
         self.quantized_fit.begin_fit(trainer)
@@ -293,16 +301,20 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the trained weights their ranges; warn if a training of scales alone has changed no scale.
+        """Give the trained weights their ranges; warn on rank 0 if a training of scales alone has changed no scale.
 
-        A float8 scale takes a change of 3 to 6 % to become its neighbour.
+        Scales are compared as they are stored. A float8 scale (NVFP4) is stored as the same number until training has
+        changed it by 3 to 6 %, so a small learning rate may change none.
         """
         self.quantized_fit.end_fit()
         learned = self.quantized_fit.training.learned
         if self.train != "scales" or learned is None or not trainer.is_global_zero:
             return
         if trainer.global_step and not learned.has_changed:
-            warn(f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate (0.01)")
+            warn(
+                f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate. "
+                "A step of Adam changes a scale by about that share of it."
+            )
 
     # ------------------------------------------------------------------ validate, test and predict
 

@@ -151,20 +151,22 @@ class QuantizedFit:
     def begin_training_batch(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the ranges of the last validation in force; observe this batch and the next ones if ranges are due.
 
-        Called before each training batch of a fit that has reached ``start_epoch`` and ``start_step``.
+        From the first such batch on, the modules run quantized. Which of their tensors do is set here for each batch
+        (``quantize``), since a validation quantizes all. Called before each training batch of a fit that has reached
+        ``start_epoch`` and ``start_step``.
 
         Raises:
             CalibrationError: activations have no ranges, and no option would ever give them any.
         """
         training = self.training
-        training.start(around=pl_module)
+        training.start(around=pl_module)  # ``pl_module`` may hold a compiled wrapper of the model
         if _validation_batches(trainer) != self._validation_batches:
-            # A resumed fit starts after a validation whose batches Lightning counts as run. It has run in another
-            # process; here its transitions are made up for.
+            # A validation has run in another process, before this fit was resumed: Lightning counts its batches. What
+            # its beginning and its end change in ``training`` is done now.
             self._validation_batches = _validation_batches(trainer)
             training.begin_validation()
             training.end_validation()
-        ranges_are_due = training.begin_training_batch()
+        ranges_are_due = training.begin_training_batch()  # nothing was observed yet, or a validation has just ended
         training.switch.weights = self._quantize != "activations"
         training.switch.activations = self._quantize != "weights"
         if not (ranges_are_due and self._may_observe(trainer, "train")):
@@ -227,6 +229,15 @@ class QuantizedFit:
     def begin_validation(self, trainer: Trainer, pl_module: LightningModule, batches: ObservedBatches) -> None:
         """Observe the weights and quantize everything; or calibrate a model that has no ranges yet.
 
+        In ``trainer.validate``, a model that needs data and lacks ranges is observed in full precision, and nothing
+        else happens: it is calibrated at the end. But if a fit has observed some training batches and was cut short,
+        these give the missing ranges of activations, and the model is not calibrated anew.
+
+        In every other validation the modules run quantized from now on. ``training.begin_validation`` writes the ranges
+        of observed training batches, observes the weights if their ranges follow them, and switches the quantization of
+        all tensors on. In a fit the data are observed as well, if they may give ranges of activations. The state in
+        which an earlier fit ended counts no more.
+
         Called before the first batch, after every other callback's ``on_validation_start``; on a rank without batches
         at the end, as the ranges of its weights may be needed by the others.
 
@@ -239,6 +250,7 @@ class QuantizedFit:
         session = training.session
         self._state_of_fit = None
         is_fitting = trainer.state.fn == TrainerFn.FITTING
+        # Ranges of observed training batches are not in force yet: ``training.begin_validation`` writes them.
         lacks_ranges = not training.has_all_ranges and not training.has_observed
         if not is_fitting and session.needs_data and (not training.is_quantized or lacks_ranges):
             batches.start(trainer, session)
@@ -278,7 +290,13 @@ class QuantizedFit:
         training.switch.activations = True
 
     def _may_observe(self, trainer: Trainer, source: Literal["train", "val"]) -> bool:
-        """Whether these data may give ranges of activations: the first ranges, or newer ones if they are asked for."""
+        """Whether these data may give ranges of activations: the first ranges, or newer ones if they are asked for.
+
+        Asked before training batches, if ranges are due, and before validations of a fit. Known ranges are replaced
+        only by data of the kind that ``observe`` names, before ``freeze_after``, and not in a sanity check; and not if
+        data cannot change them (``can_refresh``): only scales are trained, all ranges of activations are learned, or
+        the scheme needs no data.
+        """
         training = self.training
         if not training.has_all_ranges:
             return training.session.needs_data

@@ -123,7 +123,11 @@ class QuantizedValidation:
         return loop.logged
 
     def _keep_equal_numbers(self, session: CalibrationSession) -> None:
-        """Make all ranks keep as many batches of each loader as the rank that has kept the fewest; warn of the rest."""
+        """Make all ranks keep as many batches of each loader as the rank that has kept the fewest; warn of the rest.
+
+        ``offered`` counts the batches that this rank was to keep, at most the share of ``evaluate``. So the
+        warning can appear with a share below 1, too: if memory was full, or if another rank has had fewer batches.
+        """
         lengths_here = [len(batches) for batches in self._batches_of_loaders]
         collectives = session.collectives
         lengths = collectives.reduce(torch.tensor(lengths_here, device=collectives.device), "min").tolist()
@@ -134,7 +138,8 @@ class QuantizedValidation:
         if sum(lengths) < offered:
             warn(
                 f"evaluate: the quantized model is measured on {sum(lengths)} of {offered} batches, the first of each "
-                f"loader, because the {KEPT_BYTES / 2**30:.1f} GiB for kept batches are full."
+                f"loader, because the {KEPT_BYTES / 2**30:.1f} GiB for kept batches are full, or another rank has had "
+                "fewer batches."
             )
 
 

@@ -145,7 +145,9 @@ class Results:
     def export(self, folder: str | os.PathLike[str], tokenizer: Any = None, **options: Any) -> Path:
         """Write the calibrated module as a checkpoint; on several ranks, rank 0 writes.
 
-        Called by the callback's ``export``, and at a run's end for a folder of ``export_to``.
+        Called by the callback's ``export``, and at a run's end for a folder of ``export_to``. Under FSDP2 the last
+        forward has left parameters whole; they are freed first, so that each rank has its shards again, which the
+        export gathers one at a time. The writers of other files refuse sharded weights.
 
         Args:
             folder: written whole or not at all.
@@ -173,7 +175,8 @@ class Results:
         ``export_to``.
 
         Args:
-            write: :func:`~lightning_obs.export_onnx` or :func:`~lightning_obs.export_program`.
+            write: :func:`~lightning_obs.export_onnx`, :func:`.export_and_measure` (which also runs the ONNX file), or
+                :func:`~lightning_obs.export_program`; called with the model, ``file``, an example, and ``options``.
             file: written whole or not at all.
             example: an example of the module's inputs; None: those of the first validation batch.
             **options: further arguments of ``write``.
@@ -311,11 +314,16 @@ class Results:
     def can_run(self, step: Step) -> bool:
         """Whether a next step of the report can run on the calibrated model; no data are run to find out.
 
-        The report asks it of each step that it may propose, by the fact ``can_run``.
+        The report asks it of each step that it may propose, by the fact ``can_run``. ``report/step.py`` explains the
+        names of the steps.
 
-        A step that calibrates with other options can run if these options fit the model. For other steps the last run
-        decides: whether it has logged metrics, compared logits, masked tokens. After fine-tuning, no step that
-        measures, chooses or trains is proposed.
+        - A step that calibrates with other options can run if these options fit the model.
+        - A step that uses the model as it is, or makes a new run of its own, can always run.
+        - In a callback that trains the model, no other step can run.
+        - Metrics can be measured if no second pass measures them, and the last validation has logged some.
+        - Observers can be chosen if the second pass has compared logits, no tokens are masked, and the options allow
+          it.
+        - Fine-tuning can run if the model can be trained (:func:`.can_train`).
         """
         session = self.trainer_session.require_calibrated()
         if step.name in ("leave_out", "token_scales", "rounding", "without_data"):

@@ -16,9 +16,14 @@ from lightning_obs.model.mark import keep_hook_out
 class SanityWatch:
     """Records which of a session's modules the batches of a sanity check call; nothing is observed.
 
-    Made when the sanity check starts. Experts are not watched: few batches do not reach all of them.
+    `ValidationSchedule` makes one when a sanity check starts that does not calibrate, and holds it until the validation
+    or the run ends. Watched are modules whose calibration needs data, except
 
-    `ValidationSchedule` holds one while a sanity check runs that does not calibrate.
+    - experts, since a few batches do not reach all of them;
+    - blocks and followers (``is_block``, ``is_follower``), of which only the output is quantized. A follower that is
+      not called, or a block whose output is no sum, loses this output from the plan without an error.
+
+    No graph of ``torch.compile`` runs meanwhile, because a compiled graph may leave out the hooks that note calls.
 
     Args:
         session: the session whose modules are watched, as far as their calibration needs data.

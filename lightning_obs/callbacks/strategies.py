@@ -65,7 +65,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
         )
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        with all_ranks_answer():
+        with all_ranks_answer():  # a collective that fails says that another rank did not answer
             return strategy.reduce(tensor, None, op)
 
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
@@ -82,7 +82,8 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
     The smallest and the largest value over all ranks are those of the whole tensor, however it is shared. A sum counts
     shared data once for each rank, and is right for split features only if it is a sum over features.
 
-    Called under a strategy of several ranks, once the session is made.
+    ``TrainerSession.prepare`` calls it in each run on several ranks, once it has the session. Other strategies than
+    tensor parallelism pass.
 
     Raises:
         CalibrationError: an observer that keeps more than extremes, or several scales.
@@ -108,6 +109,8 @@ def require_exact(trainer: Trainer, session: CalibrationSession) -> None:
 
 def _keeps_extremes_only(observer: Observer) -> bool:
     """Whether an observer keeps the smallest and largest value of the whole tensor, and nothing else."""
+    # With dynamic="local" (NVFP4) the scales of groups are computed as the model runs. What is observed is the range of
+    # the whole tensor, for its one global scale.
     has_one_scale = observer.args.strategy == QuantizationStrategy.TENSOR or observer.args.dynamic == "local"
     return merges_extremes_only(observer) and has_one_scale
 
@@ -144,11 +147,12 @@ def repeated_samples(loader: Any) -> int:
     return sampler.num_samples - len(unrepeated)
 
 
-def repeated_in_batch(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
+def samples_that_count(loader: DataLoader[Any], batch_idx: int) -> torch.Tensor | None:
     """Return which samples of a batch count, ``(batch,)``: False for a sample that another rank has, too.
 
-    Called before each observed batch of a run on several ranks. None if all count: the loader repeats none, or its
-    batches are not those of a ``BatchSampler`` of a fixed size, so that it is not known which samples a batch has.
+    `ObservedBatches` calls it before each batch of a validation that calibrates on several ranks. None if all count:
+    the loader repeats none, or its batches are not those of a ``BatchSampler`` of a fixed size, so that it is not known
+    which samples a batch has.
     """
     repeated = repeated_samples(loader)
     batch_sampler = loader.batch_sampler

@@ -114,13 +114,16 @@ class TrainerSession:
         Called in ``on_validation_epoch_end``, if the validation was observed.
 
         Returns:
-            Whether parameters were written; in a fit False, with a warning, if the validation lacks data.
+            Whether parameters were written. False only in a fit in which data are missing (the session's
+            ``finalize`` notes this in ``observation.lacks_data``): then a warning replaces the error.
 
         Raises:
             CalibrationError: data are missing or not finite. Nothing was written then.
         """
         session = self.session
         assert session is not None
+        # FSDP2 leaves its outermost module gathered after a forward, which may be the LightningModule around the
+        # session's model. Weights must be in their shards when they are observed.
         reshard(self.pl_module)
         try:
             result = session.finalize()
@@ -164,7 +167,9 @@ def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
     """Keep the Trainer from moving modules that accelerate or compressed-tensors has dispatched; called in ``setup``.
 
     The Trainer calls ``model.to(device)`` before the run and ``model.cpu()`` in ``strategy.teardown()``, its last act.
-    Neither moves such modules, until the teardown has ended.
+    Neither moves such modules, until the teardown has ended: :func:`.stay_put` lets ``pl_module.to`` and ``cpu`` skip
+    them, and returns the function that ends this. So the strategy's ``teardown`` is replaced for one call, which ends
+    with that function. With two callbacks, the second one's replacement calls the first one's.
     """
     undo = stay_put(pl_module)
     strategy_attributes = vars(trainer.strategy)
@@ -172,7 +177,8 @@ def leave_in_place(trainer: Trainer, pl_module: LightningModule) -> None:
 
     def teardown_in_place() -> None:
         """Replace the strategy's ``teardown``: run it, then let the modules move again."""
-        strategy_attributes.pop("teardown", None)  # of two callbacks, the first has removed its function already
+        # None: the replacement of a later callback runs before this one, and has removed itself.
+        strategy_attributes.pop("teardown", None)
         try:
             teardown()
         finally:
@@ -335,6 +341,7 @@ def describe(pl_module: nn.Module, module_path: str | None, session: Calibration
         modules keeps in float.
     """
     path, _ = find_module(pl_module, module_path)
+    # Blocks are modules around other planned modules (residual blocks), of which only the output is quantized.
     planned = {target.module for target in session.plan.targets if not target.is_block}
     classes = {type(module) for module in planned}
     left_out = _left_out_layers(session, planned, classes)

@@ -104,6 +104,10 @@ def _module_layout(module: nn.Module, keys: Iterable[str], name: str) -> Tensors
         module: a module, calibrated or not.
         keys: the names of its tensors that are in the state dict.
         name: the module's name in the model, for errors.
+
+    Raises:
+        CalibrationError: the module cannot be compressed as its scheme says; the error names the module's weight, and
+            carries the text of the error of compressed-tensors.
     """
     entries = {}
     for key in keys:
@@ -126,6 +130,8 @@ def meta_qparams(target: PlannedModule) -> Tensors:
     """The quantization parameters that a planned module will have, as meta tensors by name.
 
     Called where a checkpoint is laid out before any data is read: to write it from files, and to check one on loading.
+    Scales have torch's default dtype here. When they are written to a module they take the dtype in which it stores
+    them, and on loading all wide floats count as equal. A shape that only data would tell becomes ``(1,)``.
     """
     qparams = {}
     for base, args in target.args.items():
@@ -535,14 +541,20 @@ def _with_compressed_weight(entries: Tensors, scheme: QuantizationScheme) -> Ten
         codes = quantize(weight, scale, zero_point, args, global_scale=global_scale)
         return _with_codes(entries, codes, scheme)
     if rounded is None and weight.device.type not in ("cpu", "meta"):
-        # There compressed-tensors divides in float32, which gives the levels of its fake_quantize again.
+        # On an accelerator compressed-tensors divides the weight by its scales in float32, and may so round it to other
+        # levels than ``quantized()`` does. A weight that is on its level already, as one that was rounded is, stays.
         weight = fake_quantize(weight, scale, zero_point, args, global_scale=global_scale).float()
     entries["weight"] = weight
     return dict(compressor_of(scheme).compress(entries, scheme))
 
 
 def _computes_codes_here(weight: torch.Tensor, scheme: QuantizationScheme) -> bool:
-    """Whether the codes of ``weight`` are computed and packed in this package, not by compressed-tensors."""
+    """Whether the codes of ``weight`` are computed and packed in this package, not by compressed-tensors.
+
+    :func:`_with_compressed_weight` asks this for each block of rows. Of weights with four bits, compressed-tensors
+    computes those with zero points, which would have to be packed, too; those whose rows do not fill whole int32, each
+    of which holds eight codes; and those in float64, whose steps :func:`.quantize` would round to float32 first.
+    """
     args = scheme.weights
     assert args is not None
     if weight.is_meta or _BITS_COMPUTED_HERE.get(scheme.format or "") != args.num_bits:
@@ -551,7 +563,8 @@ def _computes_codes_here(weight: torch.Tensor, scheme: QuantizationScheme) -> bo
         return False  # compressed-tensors is as fast
     if args.num_bits == 8:
         return True
-    return bool(args.symmetric) and weight.shape[1] % 8 == 0 and weight.itemsize < 8
+    fills_int32 = weight.shape[1] % 8 == 0
+    return bool(args.symmetric) and fills_int32 and weight.dtype is not torch.float64
 
 
 def _with_codes(entries: Tensors, codes: torch.Tensor, scheme: QuantizationScheme) -> Tensors:

@@ -113,6 +113,10 @@ def _export(
     """Write the checkpoint of :func:`export_checkpoint`, which has taken the model's wrappers away.
 
     Under ``at_rest`` offloaded tensors stay where they are until they are read.
+
+    Raises:
+        CalibrationError: as for :func:`export_checkpoint`. A model that was not calibrated, or has changed since, is
+            refused by ``require_ready``; where weights are sharded, also a model whose adapters are not merged.
     """
     _refuse_unmergeable(model)
     is_sharded = any(in_shards(module) for module in model.modules())
@@ -129,7 +133,7 @@ def _export(
                 new_folder = stack.enter_context(whole_folder(folder, overwrite))
                 if is_transformers_model(model):
                     _save_without_tensors(model, new_folder)  # first: it would delete files of tensors
-                if ranks is None:
+                if ranks is None:  # of sharded weights, this rank's bytes are not those of the model
                     _warn_if_not_smaller(model, stored.entries)
                 tally = Tally(sum(meta.nbytes for meta in stored.files.values()), progress)
                 require_room(new_folder, tally.total)
@@ -154,7 +158,8 @@ def _raised_on_all(ranks: Collectives | None) -> AbstractContextManager[Any]:
 def _refuse_unmergeable(model: nn.Module) -> None:
     """Raise a CalibrationError for weights that cannot be stored as they are.
 
-    They are computed from other tensors, or have LoRA adapters that cannot be merged into them.
+    They are computed from other tensors, or have LoRA adapters that cannot be merged into them. All other adapters are
+    noted on their base layers (:func:`.register_adapters`): the export then reads the merged weights.
     """
     computed = []
     for name, module in calibrated_modules(model):
@@ -165,8 +170,9 @@ def _refuse_unmergeable(model: nn.Module) -> None:
         "the weight is computed from others (pruning, weight_norm) and cannot be stored",
         remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
     )
+    unmergeable = register_adapters(model)
     refuse(
-        register_adapters(model),
+        unmergeable,
         "these adapters cannot be merged into a weight here",
         remedy="model.merge_and_unload() of peft first; the quantization parameters stay on the merged layers.",
     )
@@ -250,7 +256,9 @@ def _write_tensors(
         stored: the tensors that are written.
         ranks: the ranks that share the weights; None: this process has all weights.
     """
-    small_entries: list[Entry] = []  # entries on an accelerator; one transfer brings all of them to the host
+    # Entries on an accelerator, kept until one transfer brings all of them to the host: each transfer waits for the
+    # accelerator. With several ranks none is kept, because gathered memory is used again for the next weights.
+    small_entries: list[Entry] = []
 
     def put(name: str, rows: torch.Tensor, first: int) -> None:
         """Write rows of a tensor from ``first`` on, or keep small ones; :func:`store` calls this."""
@@ -258,7 +266,8 @@ def _write_tensors(
         if rows.device.type != "cpu" and rows.numel() <= _SMALL and ranks is None:
             small_entries.append(Entry(name, rows, first))
         else:
-            stored.put(writer, name, rows, first, copy=ranks is not None)
+            is_gathered = ranks is not None  # then the memory of ``rows`` may be that of the next weights
+            stored.put(writer, name, rows, first, copy=is_gathered)
 
     failure = store(model, stored.entries, None if writer is None else put)
     with _raised_on_all(ranks):
@@ -375,7 +384,9 @@ def _targeted_in_float(config: QuantizationConfig, model: nn.Module, calibrated:
     """Names of modules in full precision that a reader would take for quantized, because a target matches them.
 
     compressed-tensors lists in ``ignore`` only modules whose class is exactly that of a quantized one. Readers match
-    subclasses and patterns, too.
+    subclasses and patterns, too. A target that is a name or a class means every module that it matches. A pattern
+    (``re:.*mlp.*``) also matches containers and activation functions; without parameters, these are not listed, since
+    no reader quantizes them.
 
     Args:
         config: the config that compressed-tensors made of the modules' schemes.

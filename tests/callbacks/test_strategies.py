@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_obs.callbacks.strategies import repeated_in_batch, repeated_samples
+from lightning_obs.callbacks.strategies import repeated_samples, samples_that_count
 
 
 def loaders(size, ranks, drop_last=False):
@@ -20,7 +20,7 @@ def test_samples_that_a_sampler_repeats_are_those_behind_the_datasets_end(ranks)
         for rank, loader in loaders(size, ranks):
             places = [rank + at * ranks for at in range(len(loader.sampler))]
             assert repeated_samples(loader) == sum(place >= size for place in places)
-            batches = [repeated_in_batch(loader, at) for at in range(len(loader))]
+            batches = [samples_that_count(loader, at) for at in range(len(loader))]
             if any(place >= size for place in places):
                 assert torch.cat(batches).tolist() == [place < size for place in places]
             else:
