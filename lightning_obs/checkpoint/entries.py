@@ -542,7 +542,8 @@ def _with_compressed_weight(entries: Tensors, scheme: QuantizationScheme) -> Ten
         return _with_codes(entries, codes, scheme)
     if rounded is None and weight.device.type not in ("cpu", "meta"):
         # On an accelerator compressed-tensors divides the weight by its scales in float32, and may so round it to other
-        # levels than ``quantized()`` does. A weight that is on its level already, as one that was rounded is, stays.
+        # levels than ``quantized()`` does. A weight that is on a level already stays there, so it is put on one first.
+        # A rounding has done that.
         weight = fake_quantize(weight, scale, zero_point, args, global_scale=global_scale).float()
     entries["weight"] = weight
     return dict(compressor_of(scheme).compress(entries, scheme))

@@ -161,7 +161,7 @@ class _SquaredSums:
 
 
 def _recompute_offloaded(model: nn.Module, stack: ExitStack) -> None:
-    """Let offloaded modules compute their forward again in backward, and parameters of all modules need no gradients.
+    """Let offloaded modules compute their forward again in backward; no parameter of the model gets a gradient.
 
     Otherwise autograd would keep the weights of all offloaded modules on the device until backward. So the forward of
     each module whose hook brings weights in (its own, or those of all modules in it) runs under activation
