@@ -231,10 +231,12 @@ class CalibrationSession:
     ) -> None:
         """Attach the hooks: the model's calls are observed from now on.
 
-        If weights are rounded on quantized inputs (``kept_runs``), the calls are kept, and the modules are observed when
-        :meth:`finalize` runs the calls again. Earlier hooks are removed, a pause (:meth:`ignore_calls`) ends, and the
-        last result is forgotten; the qparams on the modules stay. If the plan quantizes outputs, hooks also record
-        which module reads which output.
+        If weights are rounded on quantized inputs (``kept_runs``), the calls are kept, and the modules are observed
+        when :meth:`finalize` runs the calls again. Under a recipe, calls of the model's parts, which cannot be kept,
+        are observed at once. If the plan quantizes outputs, hooks also record which module reads which output.
+
+        Earlier hooks are removed, a pause (:meth:`ignore_calls`) ends, and the last result is forgotten; the qparams on
+        the modules stay.
 
         Called by ``with session:``, by the callbacks when a validation or an observation of training batches starts,
         by the functions that choose schemes, and by ``calibrate_layerwise`` before its first block.
