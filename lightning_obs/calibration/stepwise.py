@@ -227,6 +227,7 @@ class StepwiseCalibration:
         numbers: dict[tuple[int, int], int] = {}  # by identity and version of a tensor, the number of its first call
 
         def note(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+            """The pre-hook of an unfinished module: list its call."""
             value = first_input(args, kwargs)
             number = len(calls)  # of this call, so that no earlier call has it
             if value is not None:
@@ -429,6 +430,7 @@ def _end_after(targets: Sequence[PlannedModule], calls: Mapping[str, int], stack
     left = sum(calls[target.name] for target in targets)
 
     def end(module: nn.Module, args: Any, kwargs: Any) -> None:
+        """The pre-hook of each module: count its call, and end the run at the last one, before the module computes."""
         nonlocal left
         left -= 1
         if left == 0:

@@ -177,6 +177,7 @@ class TokenWeights:
         calls = 0
 
         def hook(_: nn.Module, args: Any, kwargs: Any, output: torch.Tensor) -> torch.Tensor:
+            """Return the output of one call, tapped so that backward passes its gradient to :func:`_take_gradient`."""
             nonlocal calls
             value = first_input(args, kwargs)
             assert value is not None

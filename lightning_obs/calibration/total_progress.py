@@ -45,6 +45,7 @@ class TotalProgress:
         total = sum(self._sizes.values())
 
         def report(name: str, done: int, total_of_part: int) -> None:
+            """Report the bytes done in all parts, of the bytes of all parts; ``done`` counts those of this part."""
             progress(name, done_before + size * done // max(1, total_of_part), total)
 
         return report

@@ -268,6 +268,7 @@ def _show_fetched(trainer: Trainer, see: Callable[[Any, int, int], None]) -> Non
         see(*fetched)
 
     def shown(batches: Iterator[Any]) -> Iterator[Any]:
+        """The fetcher's iterator from now on: give each batch to ``see`` before Lightning gets it."""
         for fetched in iter(partial(next, batches), None):  # iter(batches) would begin at the first batch again
             see(*fetched)
             yield fetched

@@ -65,6 +65,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
         )
 
     def reduce(tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        """Reduce a tensor over all ranks, for the :class:`.Collectives`."""
         with all_ranks_answer():  # a collective that fails says that another rank did not answer
             return strategy.reduce(tensor, None, op)
 

@@ -280,12 +280,14 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
     quantizations = [quantization_of(twin) for twin in twins.by_scheme.values()]
 
     def tap(module: nn.Module, args: Any, kwargs: Any, output: Any) -> torch.Tensor | None:
+        """The forward hook: return the output, tapped so that backward calls ``change``; None: the call is skipped."""
         if not isinstance(output, torch.Tensor) or not output.numel():
             return None
         plain = output.detach()
 
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
+            """Run the twins, and add their changes of the logits, once backward has the gradient at the output."""
             caches_of_twins: list[WeightCache] = []
             for number, first in enumerate(alike):
                 cache = WeightCache() if first == number else caches_of_twins[first]
