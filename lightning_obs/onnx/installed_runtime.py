@@ -7,6 +7,11 @@ from typing import Any
 
 import numpy as np
 
+#: as ``export_onnx`` writes: the opset, and the version of the file format (IR) of onnx 1.16, which brought this opset.
+#: An installed onnx would take its newest version of both, which an older onnxruntime refuses.
+_OPSET = 21
+_IR_VERSION = 10
+
 
 @functools.cache
 def takes_signed_activations() -> bool:
@@ -30,7 +35,10 @@ def takes_signed_activations() -> bool:
 
 
 def _signed_product() -> bytes:
-    """A Linear of ``(1, 2, 4)`` in QDQ form, with symmetric activations as signed integers, as a file's content."""
+    """A Linear of ``(1, 2, 4)`` in QDQ form, with symmetric activations as signed integers, as a file's content.
+
+    :func:`takes_signed_activations` gives it to onnxruntime.
+    """
     from onnx import TensorProto, helper, numpy_helper
 
     arrays = {
@@ -54,6 +62,7 @@ def _signed_product() -> bytes:
     x = helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 2, 4])
     y = helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 2, 4])
     graph = helper.make_graph(nodes, "signed_product", [x], [y], initializers)
-    opset = helper.make_opsetid("", 21)
-    content: bytes = helper.make_model(graph, opset_imports=[opset], ir_version=10).SerializeToString()
+    opset = helper.make_opsetid("", _OPSET)
+    model = helper.make_model(graph, opset_imports=[opset], ir_version=_IR_VERSION)
+    content: bytes = model.SerializeToString()
     return content

@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -53,15 +53,15 @@ class OnnxMeasurement:
         milliseconds: median duration of one run of the file.
         float_milliseconds: median duration of one run of the same model in float.
         difference: the largest absolute difference between the outputs of the file and of the model under
-            :func:`~lightning_obs.quantized`.
+            :func:`~lightning_obs.quantized`; NaN if any output holds NaN.
     """
 
     runtime: str
     products: int
-    in_float: list[str] = field(default_factory=list)
-    milliseconds: float = 0.0
-    float_milliseconds: float = 0.0
-    difference: float = 0.0
+    in_float: list[str]
+    milliseconds: float
+    float_milliseconds: float
+    difference: float
 
     @property
     def speed(self) -> float:
@@ -92,10 +92,14 @@ def measure_onnx(
         example: inputs to run, as ``export_onnx`` takes them.
 
     Raises:
-        CalibrationError: onnxruntime is not installed; torch's exporter cannot trace the model in float.
+        CalibrationError: onnx, onnxscript or onnxruntime is not installed; torch's exporter cannot trace the model in
+            float.
     """
+    for package in ("onnx", "onnxscript"):
+        import_package(package, "measure_onnx")
     onnxruntime = import_package("onnxruntime", "measure_onnx")
     arguments = Example.of(model, example, None)
+    # Inside ``left_as_it_was`` the model is in evaluation mode, as in the file; its own mode comes back at the end.
     with tempfile.TemporaryDirectory() as folder, left_as_it_was(model):
         float_file = Path(folder, "float.onnx")
         float_program = trace_onnx(model, arguments)
@@ -133,6 +137,11 @@ def _options(onnxruntime: Any) -> Any:
 def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Path) -> tuple[list[str], int]:
     """The products that onnxruntime computes in float, and the number of all its products.
 
+    :func:`measure_onnx` calls it. It loads the file, lets onnxruntime write the graph that it runs, and looks at the
+    operation of each node. ``export_onnx`` names nodes ``"module/operation"``. A node that onnxruntime makes of a
+    product and of what follows it has the product's name, perhaps with ``"fused "`` before it and more behind it: of a
+    Linear with a bias and a ReLU, ``"fused fc/MatMul/MatMulAddFusion"``.
+
     Args:
         onnxruntime: the package.
         file: the file.
@@ -151,7 +160,7 @@ def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Pa
     for node in onnx.load(optimized_file, load_external_data=False).graph.node:
         products += node.op_type in _IN_INTEGERS or node.op_type in _IN_FLOAT
         if node.op_type in _IN_FLOAT:
-            module_name = node.name.partition("/")[0]
+            module_name, _, _ = node.name.removeprefix("fused ").partition("/")
             in_float.append(f"{module_name}/{node.op_type}")
     return in_float, products
 
@@ -182,12 +191,20 @@ def _medians(sessions: Sequence[Any], feeds: Mapping[str, Any]) -> list[float]:
 
 
 def _largest_difference(outputs: Sequence[Any], expected: Any) -> float:
-    """The largest absolute difference of the file's outputs from the model's."""
+    """The largest absolute difference of the file's outputs from the model's; NaN if any difference is NaN.
+
+    :func:`measure_onnx` calls it last.
+
+    Args:
+        outputs: the arrays that the session returned.
+        expected: what the model returned under ``quantized``; its tensors stand in the order of the file's outputs.
+    """
     tensors = [leaf for leaf in tree_leaves(expected) if isinstance(leaf, torch.Tensor)]
     largest = 0.0
     for output, tensor in zip(outputs, tensors, strict=True):
         wide_output = output.astype(np.float64)
         wide_tensor = tensor.double().cpu()
         difference = np.abs(wide_output - wide_tensor.numpy())
-        largest = max(largest, float(difference.max(initial=0.0)))
+        largest_here = difference.max(initial=0.0)
+        largest = float(np.maximum(largest, largest_here))  # it keeps a NaN, as the built-in max does not
     return largest

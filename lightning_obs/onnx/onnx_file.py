@@ -95,9 +95,10 @@ def export_onnx(
         The path of the file.
 
     Raises:
-        CalibrationError: the model was not calibrated, or has changed since; QDQ cannot express the scheme (floating
-            point formats, dynamic ranges per token, groups of a convolution's weight, attention states); torch's
-            exporter cannot trace the model; the file exists, or cannot be written.
+        CalibrationError: onnx or onnxscript is missing or too old; ``signed`` or ``overwrite`` is no bool; the model
+            was not calibrated, has changed since, or has adapters (LoRA) that are not merged into its weights; QDQ
+            cannot express the scheme (floating point formats, dynamic ranges per token, groups of a convolution's
+            weight, attention states); torch's exporter cannot trace the model; the file exists, or cannot be written.
 
     Reference:
         ONNX operators QuantizeLinear and DequantizeLinear, version 21.
@@ -153,6 +154,10 @@ def check_onnx_file(file: str | os.PathLike[str], overwrite: bool, signed: bool 
 
     Args:
         file, overwrite, signed: as for :func:`export_onnx`.
+
+    Raises:
+        CalibrationError: ``overwrite`` or ``signed`` is no bool; onnx or onnxscript is missing; onnxscript is older
+            than 0.6; ``file`` is a folder, or exists and is not to be replaced.
     """
     require_bool(overwrite=overwrite)
     if signed is not None:
@@ -231,13 +236,22 @@ def _reason_against(module: nn.Module, base_name: str, scheme: QuantizationSchem
 def _reason_against_dynamic(module: nn.Module, args: QuantizationArgs, weight: QuantizationArgs | None) -> str | None:
     """Why an ONNX file cannot hold an activation whose range is found at run time; None if it can.
 
+    ONNX finds ranges by one operation, ``DynamicQuantizeLinear``: one range for the whole tensor, in 8-bit integers
+    with a zero point. Its integers are multiplied by one operation, ``MatMulInteger`` (:mod:`.graph`): it takes
+    matrices of 8-bit integers, and its result can be scaled for each column, but not for groups inside a column.
+    :func:`_reason_against` calls this for inputs and outputs.
+
     Args:
         module: the module that the activation enters or leaves.
         args: how the activation is quantized.
         weight: how the module's weight is quantized; None: it is not.
     """
-    if args.strategy != QuantizationStrategy.TENSOR or args.symmetric or args.num_bits != 8:
+    if args.strategy != QuantizationStrategy.TENSOR:
         return f"ranges per {QuantizationStrategy(args.strategy).value} that are found at run time"
+    if args.symmetric:
+        return "symmetric ranges that are found at run time"
+    if args.num_bits != 8:
+        return f"{args.num_bits}-bit activations whose ranges are found at run time"
     is_product = len(whole_shape(module) or ()) == 2
     if is_product and weight is not None and weight.num_bits == 8 and weight.strategy != QuantizationStrategy.GROUP:
         return None
@@ -283,9 +297,13 @@ class _QdqWriter:
             self.buffers[f"{base}_zero"] = zero_point.reshape(shape)
 
     def _weight_attributes(self, args: QuantizationArgs) -> dict[str, Any]:
-        """The attributes of the weight's DequantizeLinear: the axis of the scales, and how many values share one."""
+        """The attributes of the weight's DequantizeLinear: the axis of the scales, and how many values share one.
+
+        The constructor calls it. ONNX does not read the axis of a weight with one scale.
+        """
         if args.strategy == QuantizationStrategy.GROUP:
-            return {"axis": 1, "block_size": int(args.group_size or 1)}
+            assert args.group_size is not None  # QuantizationArgs requires it
+            return {"axis": 1, "block_size": args.group_size}
         return {"axis": kind_of(self.module).rows}
 
     def __call__(self, value: torch.Tensor, base: str) -> torch.Tensor:

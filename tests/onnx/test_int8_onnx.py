@@ -1,6 +1,7 @@
 """INT8_ONNX: outputs are quantized where an engine quantizes them, so that it computes with integers throughout."""
 
 import copy
+import math
 import sys
 from collections import Counter
 
@@ -636,6 +637,10 @@ def test_a_range_found_at_run_time_multiplies_integers(tmp_path, scheme, shape, 
     [
         ("W8A8", "ranges per token that are found at run time.*use INT8_ONNX, INT8_DYNAMIC"),
         ({"preset": "INT8_DYNAMIC", "targets": ["Conv2d"]}, "found at run time, but for matrix products"),
+        (
+            {"preset": "INT8_DYNAMIC", "input_activations": {"symmetric": True}},
+            "symmetric ranges that are found at run time",
+        ),
     ],
 )
 def test_other_ranges_found_at_run_time_are_refused(tmp_path, scheme, reason):
@@ -666,6 +671,36 @@ def test_products_that_stay_in_float_are_named(tmp_path):
     # torch's exporter makes the convolution in float a part of its batch norm
     assert measurement.in_float == ["stem.1/Conv", "head/Gemm"]
     assert "4 of 6 products in integers" in str(measurement)
+
+
+def test_a_product_that_is_fused_with_its_activation_is_named_after_its_module(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    x = torch.randn(2, 4)
+    with CalibrationSession(model, "INT8_STATIC", ignore=["0"]), torch.no_grad():
+        model(x)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    assert measure_onnx(model, tmp_path / "model.onnx", x).in_float[0] == "0/FusedGemm"
+
+
+class Quotient(nn.Module):
+    """A Linear divided by itself: 0 / 0 where the input is 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(128, 4, bias=False)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y / y
+
+
+def test_a_difference_from_an_output_that_is_no_number_is_none(tmp_path):
+    model = Quotient().eval()
+    x = torch.zeros(1, 128)
+    with CalibrationSession(model, "W8A16"):
+        pass
+    export_onnx(model, tmp_path / "model.onnx", x)
+    assert math.isnan(measure_onnx(model, tmp_path / "model.onnx", x).difference)
 
 
 def test_a_measurement_without_onnxruntime_says_what_to_install(tmp_path, monkeypatch):
