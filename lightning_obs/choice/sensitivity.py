@@ -464,13 +464,19 @@ def _weight_errors(twins: Twins, groups: Iterable[tuple[str, ...]]) -> Losses:
 
 
 def _weight_error(twin: nn.Module) -> float:
-    """The sum of squared errors of a twin's quantized weight, relative to the sum of squares of the weight."""
+    """The sum of squared errors of a twin's quantized weight, relative to the sum of squares of the weight.
+
+    0 for a module without a weight (a ReLU whose output is quantized), and for a weight of zeros.
+    """
     parameter = full_weight(twin)
     rounded = quantized_weight(twin)
-    assert parameter is not None
-    assert rounded is not None
+    if parameter is None or rounded is None:
+        return 0.0
     weight = parameter.float()
-    return float((rounded.float() - weight).square().sum() / weight.square().sum())
+    squares = float(weight.square().sum())
+    if squares == 0:
+        return 0.0
+    return float((rounded.float() - weight).square().sum()) / squares
 
 
 @at_rest()

@@ -200,6 +200,17 @@ def test_without_data_the_error_of_the_weights_is_all_there_is(classifier):
     assert found.layers["int4"]["0"] == pytest.approx(expected.item(), rel=1e-5)
 
 
+def test_a_module_without_weights_and_a_weight_of_zeros_have_no_error_of_the_weight(classifier):
+    with torch.no_grad():
+        classifier[4].weight.zero_()
+    relus = {"targets": ["ReLU"], "output_activations": {"num_bits": 8}}
+    scheme = {"config_groups": {"linears": {"targets": ["Linear"], **INT8}, "relus": relus}}
+    losses = sensitivity(classifier, None, {"it": scheme}, calibration=[torch.randn(8, 32)]).layers["it"]
+    assert losses["0"] > 0
+    assert losses["4"] == 0
+    assert losses["3"] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", [INT4, {"weights": {**INT4["weights"], "symmetric": False}}, "INT8_STATIC", "FP8"])
 def test_sizes_are_what_an_export_writes(scheme, dtype, tmp_path):
