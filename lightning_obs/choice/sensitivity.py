@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.utils.match import is_match
 from torch import nn
 from typing_extensions import Unpack
 
@@ -81,8 +82,9 @@ class Sensitivity:
         groups: the modules in groups that must have one scheme, in the model's order.
         layers: by name of the candidate and of the module, the loss of the module alone.
         schemes: by name of the candidate and of the module, the module's scheme; without full precision.
-        ignore: names and patterns of modules that no candidate quantizes: those of the option ``ignore``, and modules
-            that cannot be quantized (tied heads).
+        ignore: names and patterns of modules that no candidate quantizes: the entries of the option ``ignore`` that
+            match no module of ``groups``, and modules that a candidate targets by their class but cannot quantize
+            (tied heads). ``ignore`` in a candidate's own dict adds nothing here.
         method: ``"divergence"``: losses are estimated KL divergences of the model's predictions, in nats per token;
             ``"weight error"``: losses are relative squared errors of the weights, which need no data and say little
             about the model.
@@ -144,7 +146,8 @@ def sensitivity(
         calibration: batches for candidates that observe data; default: ``batches``.
         seed: the seed of the random signs (:mod:`.divergence`).
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for candidates that do not name them.
-            Candidates that one of ``engines`` refuses are left out, with a warning.
+            Candidates that one of ``engines`` refuses are left out, with a warning. Without ``engines``, a candidate
+            that transformers refuses is an error, as in any calibration.
 
     Raises:
         CalibrationError: a scheme does not fit the model; the engines refuse all candidates; there is no candidate, or
@@ -163,6 +166,7 @@ def sensitivity(
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
+        # A checkpoint is written for the first engine, and a calibration with these engines fuses its sets alone.
         options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
@@ -190,7 +194,7 @@ def sensitivity(
         groups=[_group(modules, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
         schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
-        ignore=[*as_names(options.get("ignore", ())), *_left_out(sessions.values())],
+        ignore=[*_unplanned_entries(as_names(options.get("ignore", ())), modules), *_left_out(sessions.values())],
         method=method,
         tokens=tokens,
         alone=_need_one_scheme(sessions.values(), groups[0], engines),
@@ -217,8 +221,28 @@ def _calibrated_targets(session: CalibrationSession) -> list[PlannedModule]:
     return [target for target in session.plan.targets if target.name not in session.skipped]
 
 
+def _unplanned_entries(ignore: Iterable[str], modules: Mapping[str, nn.Module]) -> list[str]:
+    """The entries of the option ``ignore`` that match no module which a candidate quantizes.
+
+    A candidate with its own ``ignore`` may quantize modules that the option names. A plan that chooses this candidate
+    must not ignore them.
+
+    Args:
+        ignore: names, classes and ``re:`` patterns.
+        modules: the modules that at least one candidate quantizes, by name.
+    """
+    entries = []
+    for entry in ignore:
+        if not any(is_match(name, module, entry) for name, module in modules.items()):
+            entries.append(entry)
+    return entries
+
+
 def _left_out(sessions: Iterable[CalibrationSession]) -> list[str]:
-    """Names of the modules that some session's plan could not quantize, each once."""
+    """Names of the modules that some session's plan selected by their class and could not quantize, each once.
+
+    Sessions with other targets may not have selected these modules. A session that selects one by its name is refused.
+    """
     names: dict[str, None] = {}
     for session in sessions:
         names |= dict.fromkeys(session.plan.left_out)
@@ -231,12 +255,15 @@ def _sessions(
     engines: Sequence[Engine],
     options: Mapping[str, Any],
 ) -> dict[str, CalibrationSession]:
-    """Make a session for each candidate that no engine refuses; a warning names each candidate that is left out.
+    """Make a session for each candidate that no engine refuses; :func:`sensitivity` calls this first.
+
+    Each refusal by an engine is a warning. If the engines refuse all candidates, the error shows one refusal of each
+    candidate, that of the last engine which refused it.
 
     Args:
         model: the model that the sessions calibrate.
         schemes: the candidates; full precision gets no session.
-        engines: that must accept a candidate.
+        engines: the engines that must accept a candidate.
         options: the options of all candidates.
 
     Raises:
@@ -251,7 +278,7 @@ def _sessions(
         try:
             candidate = candidate_options(scheme, **options)
             sessions[name] = CalibrationSession(model, candidate)
-            sessions[name].observation.judge_no_fit()
+            sessions[name].observation.judge_no_fit()  # keeps no data back to test how well fitted weights hold
         except CalibrationError as failure:
             raise failure.said_of(name) from failure
     refusals: dict[str, CalibrationError] = {}
@@ -270,9 +297,12 @@ def _sessions(
 def _need_one_scheme(
     sessions: Iterable[CalibrationSession], first_group: Sequence[str], engines: Sequence[Engine]
 ) -> bool:
-    """Whether some engine refuses a plan that mixes two of the candidates.
+    """Whether some engine refuses a plan that mixes two of the candidates; :func:`sensitivity` asks this at its end.
 
-    Engines are asked about plans in which ``first_group`` has one candidate and all other modules have another.
+    For each pair of candidates, engines are asked about one plan: ``first_group`` has one candidate, all other modules
+    have the other. The engines have accepted each candidate for all modules, so a refusal comes from the mixing. One
+    plan for each pair is enough, because engines that refuse mixtures count the different schemes of a checkpoint,
+    whichever modules have them.
     """
     for first, second in combinations(sessions, 2):
         targets = [target for target in first.plan.targets if target.name in first_group]
@@ -294,7 +324,10 @@ def _refusal(engine: Engine, session: CalibrationSession, targets: list[PlannedM
 
 
 def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOptions:
-    """Make the options of one candidate, whose own fields take precedence over the options of all candidates.
+    """Make the options of one candidate: fields of its dict replace those of all candidates, observers by base name.
+
+    A candidate's own ``observers`` replace only the observers of the same base names. A dict without the key ``scheme``
+    is a scheme itself, and gets the options of all candidates.
 
     Called by :func:`sensitivity` for each candidate's session; by :mod:`.observer_choice`, to see whether a candidate
     fits; and by the command line (``app/tasks/choosing.py``) to refuse wrong candidates before it loads any data.
@@ -302,6 +335,9 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
     Args:
         candidate: a scheme, or a dict of ``scheme`` and other fields.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` for all candidates.
+
+    Raises:
+        CalibrationError: a field does not exist, or its value is not valid.
     """
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
@@ -393,9 +429,13 @@ def _calibrate(model: nn.Module, sessions: Mapping[str, CalibrationSession], bat
 
 
 def _observe(model: nn.Module, sessions: Sequence[CalibrationSession], batches: Sequence[Any]) -> None:
-    """Run the batches once while all sessions observe; statistics that several sessions need are computed once."""
+    """Run the batches once, in evaluation mode, while all sessions observe; :func:`_calibrate` calls this.
+
+    ``left_as_it_was`` sets the evaluation mode; at the end it restores modes, buffers and random numbers.
+    """
     with ExitStack() as stack, left_as_it_was(model), torch.no_grad():
         for session in sessions:
+            # All sessions use the first one's cache, so that statistics which several need are computed once.
             session.attach(shares_calls_with=sessions[0])
             stack.callback(session.detach)
         if sessions:
@@ -406,16 +446,20 @@ def _observe(model: nn.Module, sessions: Sequence[CalibrationSession], batches: 
 def _twin(module: nn.Module) -> nn.Module:
     """A copy of a calibrated module that shares its parameters, and keeps its qparams when the module gets others.
 
-    Buffers that the twin's quantized forward registers do not appear in the module.
+    :func:`_calibrate` makes one for each module that a candidate has calibrated. The twin has buffer tables of its own:
+    buffers that its quantized forward registers do not appear in the module. The dict of parameters is the module's
+    own, to which nothing is added; ``weights_shared`` sets it anew whenever the twin runs.
     """
     twin = copy.copy(module)
-    if is_dispatched(module):  # weights_shared gives the twin loaded parameters, so accelerate's hooks are not needed
+    if is_dispatched(module):
+        # weights_shared gives the twin loaded parameters. So the forward that accelerate (_hf_hook, _old_forward) or
+        # compressed-tensors (_original_forward_func) has put on the instance to load them is not needed.
         for name in ("_hf_hook", "_old_forward", "_original_forward_func", "forward"):
             vars(twin).pop(name, None)
     twin._buffers = dict(module._buffers)
     twin._non_persistent_buffers_set = set(module._non_persistent_buffers_set)
     adapters = adapters_of(module)
-    if adapters is not None:
+    if adapters is not None:  # a copy of a module has no mark, and only a mark tells of the LoRA layer around it
         make_mark(twin).lora_layer = adapters
     return twin
 
@@ -432,12 +476,15 @@ def _planned_modules(model: nn.Module, sessions: Mapping[str, CalibrationSession
 
 
 def _groups(module_names: Sequence[str], sessions: Mapping[str, CalibrationSession]) -> list[tuple[str, ...]]:
-    """Split the modules into groups that must have one scheme: the unions of overlapping sets of all sessions."""
+    """Split the modules into groups that must have one scheme: the unions of overlapping sets of all sessions.
+
+    A set is a fused set, or the experts of a layer.
+    """
     sets = {name: {name} for name in module_names}  # by module, the modules that must have its scheme
     for session in sessions.values():
-        for fused in session.result.plan.fused if session.result else ():
+        for inseparable in session.observation.inseparable:
             union: set[str] = set()
-            for name in fused:
+            for name in inseparable:
                 union |= sets[name]
             sets.update(dict.fromkeys(union, union))
     groups: dict[tuple[str, ...], None] = {}
@@ -479,7 +526,7 @@ def _weight_error(twin: nn.Module) -> float:
     return float((rounded.float() - weight).square().sum()) / squares
 
 
-@at_rest()
+@at_rest()  # sizes are read from metadata, so offloaded weights stay where they are
 def _group(
     modules: Mapping[str, nn.Module], names: tuple[str, ...], schemes: Iterable[str], losses: Losses, twins: Twins
 ) -> Group:

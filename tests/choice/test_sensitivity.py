@@ -16,6 +16,7 @@ from lightning_obs import (
     sensitivity,
 )
 from lightning_obs.choice.divergence import _arguments_of
+from lightning_obs.choice.mixed_precision import choose_schemes
 from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
@@ -341,6 +342,14 @@ def test_a_candidate_has_its_own_options_before_those_of_all():
     assert (options.ignore, options.observers) == (["2"], {"input": "histogram", "weight": "mse"})
     with pytest.raises(CalibrationError, match="roundin"):
         candidate_options({"scheme": INT4, "roundin": "gptq"})
+
+
+def test_a_module_that_only_a_candidates_own_ignore_spares_is_not_ignored_by_the_plan(classifier):
+    own = {"scheme": "W8A8", "ignore": ["4"]}
+    measured = sensitivity(classifier, [torch.randn(8, 32)], {"it": own}, ignore=["0", "ReLU"])
+    assert [group.names for group in measured.groups] == [("0",), ("2",)]
+    assert measured.ignore == ["ReLU"]
+    assert choose_schemes(measured).config.ignore == ["ReLU"]
 
 
 def untouched():
