@@ -176,7 +176,8 @@ class BaseFile:
         Args:
             file: path of the file to write.
             types: the ``gguf.GGMLQuantizationType`` of each tensor with other data, by the tensor's name.
-            numbers: new values of metadata, 32-bit integers, by their keys; absent keys are added.
+            numbers: new values of metadata by their keys, written as unsigned 32-bit integers whatever type the old
+                value has; absent keys are added.
             data: ``data(name)`` returns the bytes of a tensor in ``types``.
         """
         import gguf
@@ -211,7 +212,7 @@ class BaseFile:
         return -(-position // alignment) * alignment
 
     def _metadata(self, numbers: Mapping[str, int]) -> tuple[bytes, int]:
-        """The bytes of the metadata with other ``numbers``, and how many keys were added."""
+        """The bytes of the metadata with other ``numbers``, and how many keys were added; :meth:`write` calls it."""
         import gguf
 
         # behind the header: magic and version of 4 bytes each, the counts of tensors and of keys of 8 bytes each
@@ -219,15 +220,19 @@ class BaseFile:
         end = min(tensor.field.offset for tensor in self.tensors.values())
         metadata = bytearray(self._reader.data[begin:end])
         added = 0
+        replacements: list[tuple[int, int, bytes]] = []  # place and length of the old entry, and the new entry
         for key, value in numbers.items():
             field = self._reader.get_field(key)
             entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", gguf.GGUFValueType.UINT32, value)
             if field is None:
                 metadata += entry
                 added += 1
-            elif field.types == [gguf.GGUFValueType.UINT32]:
-                place = field.offset - begin  # the new entry is as long as the old one
-                metadata[place : place + len(entry)] = entry
+            else:
+                length = sum(part.nbytes for part in field.parts)
+                replacements.append((field.offset - begin, length, entry))
+        # the last one first: a new entry of another length moves all entries behind it
+        for place, length, entry in sorted(replacements, reverse=True):
+            metadata[place : place + length] = entry
         return bytes(metadata), added
 
 

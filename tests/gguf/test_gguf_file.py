@@ -386,6 +386,19 @@ def test_files_that_are_there_stay(tmp_path):
     assert export_gguf(model, file, base, overwrite=True).read_bytes() == content
 
 
+def test_numbers_of_the_base_in_another_type_are_replaced(tmp_path, monkeypatch):
+    def add_file_type(writer, number):
+        writer.add_uint64("general.file_type", number)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_file_type", add_file_type)
+    model, base, file = written(tmp_path)
+    assert gguf.GGUFReader(base).fields["general.file_type"].types == [gguf.GGUFValueType.UINT64]
+    new = gguf.GGUFReader(file)
+    assert new.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
+    assert new.fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert torch.equal(read(file)["output_norm.weight"], model.model.norm.weight)
+
+
 def test_a_file_that_cannot_be_finished_leaves_nothing(tmp_path, monkeypatch):
     model, base, file = written(tmp_path)
     content = file.read_bytes()
