@@ -144,14 +144,24 @@ def require_bool(**options: object) -> None:
 
 
 def require_at_least(least: int, **options: float | None) -> None:
-    """Raise a :class:`CalibrationError` for an option that is no number, or below ``least``, 0 or 1; None is accepted.
+    """Raise a :class:`CalibrationError` for an option that is no number or a number below ``least``.
+
+    The parts of callbacks call it in their constructors, for counts of batches, steps and epochs.
+
+    Args:
+        least: the smallest number that is accepted: 0 or 1, for the text of the error.
+        **options: the values by name of the option; None is accepted, True and False are not.
 
     >>> require_at_least(1, max_batches=0)
     Traceback (most recent call last):
     lightning_obs.errors.CalibrationError: max_batches. Got 0, expected one or more.
+    >>> require_at_least(1, max_batches=True)
+    Traceback (most recent call last):
+    lightning_obs.errors.CalibrationError: max_batches. Got True, expected one or more.
     """
     for name, number in options.items():
-        if number is not None and not (isinstance(number, (int, float)) and number >= least):
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if number is not None and not (is_number and number >= least):
             raise CalibrationError(name, got=number, expected="one or more" if least else "zero or more")
 
 
