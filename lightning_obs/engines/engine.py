@@ -33,6 +33,10 @@ FUSED_SETS: tuple[tuple[str, ...], ...] = (
 )
 
 
+#: hardware other than NVIDIA GPUs, each entry a part of the one before
+_OTHER_HARDWARE = ("any hardware", "CPU", "CPU with AMX")
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The hardware that runs a module or a checkpoint: an engine's answer to :meth:`Engine.takes` and ``check``.
@@ -42,7 +46,7 @@ class Hardware:
     """
 
     cuda: int | None = None  # the smallest compute capability, times ten (89: Ada, 8.9); None: no kernel for CUDA
-    cpu: str = ""  # other hardware: "CPU", "CPU with AMX", "any hardware"; empty: none
+    cpu: str = ""  # other hardware, one of _OTHER_HARDWARE; empty: none
     last: int | None = None  # the largest compute capability, times ten; None: no upper limit
 
     def __str__(self) -> str:
@@ -66,7 +70,7 @@ class Hardware:
         """
         cpu = ""
         if self.cpu and second.cpu:
-            cpu = max(self.cpu, second.cpu, key=len)  # the longer text asks for more: "CPU with AMX" more than "CPU"
+            cpu = max(self.cpu, second.cpu, key=_OTHER_HARDWARE.index)
         if self.cuda is None or second.cuda is None:
             return Hardware(None, cpu)
         cuda = max(self.cuda, second.cuda)

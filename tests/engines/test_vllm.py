@@ -140,6 +140,8 @@ def test_a_model_that_is_not_of_transformers_is_refused():
         (Hardware(90, last=90), Hardware(75), "CUDA capability 9.0"),
         (Hardware(90, last=90), Hardware(100), "no hardware"),
         (Hardware(None, cpu="CPU"), Hardware(75), "no hardware"),
+        (Hardware(cpu="any hardware"), Hardware(cpu="CPU"), "CPU"),
+        (Hardware(cpu="any hardware"), Hardware(cpu="CPU with AMX"), "CPU with AMX"),
     ],
 )
 def test_what_runs_two_schemes_runs_each(one, other, both):
