@@ -19,8 +19,8 @@ device computes the same one.
 
 Why it is sound. The difference of two words is below 2**32, so ``b`` times it takes a given value modulo 2**64 for at
 most 2**-32 of all multipliers. Two different tensors therefore have one checksum by chance only: multipliers do not
-depend on weights. Each position has its own, so swapped rows are noticed. (With words of 64 bits, two changes of the
-highest bit would cancel, since every multiplier is odd.)
+depend on weights. No two positions have the same product ``a * b`` but by chance, so swapped rows are noticed. (With
+words of 64 bits, two changes of the highest bit would cancel, since every multiplier is odd.)
 """
 
 from __future__ import annotations
@@ -572,8 +572,12 @@ def _tile_multiplier(tile: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _tile_multipliers(number: int) -> list[int]:
-    """The multipliers of one run of ``_TILES_AT_ONCE`` tiles."""
-    first = number * _TILES_AT_ONCE
+    """The multipliers of one run of ``_TILES_AT_ONCE`` tiles.
+
+    Their indices follow those of the places in a tile, so no tile has the multiplier of a place: else place 1 of tile 0
+    and place 0 of tile 1 would have the same product.
+    """
+    first = _WORDS_PER_TILE + number * _TILES_AT_ONCE
     return _odd_numbers(torch.arange(first, first + _TILES_AT_ONCE, device="cpu")).tolist()
 
 

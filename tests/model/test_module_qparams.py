@@ -414,6 +414,15 @@ def test_a_change_whose_bits_sum_to_nothing_is_seen(change):
     assert checksum(weight) != before
 
 
+def test_two_words_of_two_tiles_cannot_change_places():
+    words_per_tile = 1 << 17
+    value = torch.zeros(2 * words_per_tile, dtype=torch.int32)
+    value[1] = 5  # place 1 of tile 0
+    moved = torch.zeros_like(value)
+    moved[words_per_tile] = 5  # place 0 of tile 1
+    assert checksum(value) != checksum(moved)
+
+
 def test_no_small_step_of_training_goes_unnoticed():
     weight = torch.randn(32, 32, dtype=torch.bfloat16)
     seen = {checksum(weight)}
