@@ -99,12 +99,14 @@ class Verdict:
 class PlannedCheckpoint:
     """A checkpoint that will be written, for the questions to engines.
 
-    Made when an observation begins, and by :func:`~lightning_obs.sensitivity` for each candidate; the engines read it.
+    ``Observation.of_model`` makes one before any data, for each session; :func:`~lightning_obs.sensitivity` makes one
+    for each candidate and engine. The engines read it.
 
     Attributes:
         model: the module that is calibrated; it holds the targets.
         targets: the modules that will be quantized.
-        own_sets: the user's ``fused_sets``, attribute names under one parent, beside those of the engine.
+        own_sets: the option ``fused_sets``, attribute names under one parent, beside those of the engine. In sessions
+            of ``sensitivity`` the option also has the sets of the first engine.
     """
 
     model: nn.Module
@@ -196,9 +198,10 @@ class Engine:
         return hardware
 
     def remarks(self, planned: PlannedCheckpoint, is_target: bool) -> Iterator[str]:
-        """Texts that :func:`ask_engines` shows as warnings: what this engine would compute otherwise, or refuse.
+        """Texts that :func:`ask_engines` shows as warnings: what this engine would refuse, or compute differently.
 
-        A remark is no error, since another engine may load the checkpoint.
+        "Differently" means with other arithmetic than the scheme asks for. A remark is no error, since another engine
+        may load the checkpoint.
 
         Args:
             planned: the checkpoint.
@@ -209,7 +212,9 @@ class Engine:
     def config_names(self, model: nn.Module, names: list[str]) -> dict[str, str]:
         """By module name, the name under which the engine looks the module up in a checkpoint's quantization config.
 
-        Called for every engine while an export writes the config. Here each module has its own name.
+        An export of a model of transformers asks every registered engine while it writes the config, whichever engine
+        it is written for: the config lists modules under the names of all engines. In this class each module has its
+        own name.
         """
         return {name: name for name in names}
 
@@ -229,7 +234,9 @@ ENGINES: dict[str, Engine] = {}
 def engine_of(name: str) -> Engine:
     """The engine of this name, as the option ``engines`` has it.
 
-    Called when options are made and read, and by :func:`~lightning_obs.sensitivity` for its own ``engines``.
+    :class:`~lightning_obs.CalibrationOptions` calls it when it is made, to check ``engines``, and whenever its
+    properties ``engine`` and ``further_engines`` are read. :func:`~lightning_obs.sensitivity` calls it for its own
+    ``engines``.
 
     Raises:
         CalibrationError: there is no engine of this name.
@@ -244,13 +251,14 @@ def ask_engines(
 ) -> dict[str, Verdict]:
     """Ask the engines whether they load a checkpoint, and show their remarks as warnings.
 
-    Called when the modules of a session are planned, before any data. About a model that is not of transformers, only
-    the target and the further engines are asked.
+    ``Observation.of_model`` calls it once the modules of a session are planned, before any data. About a model that is
+    not of transformers, only the target and the further engines are asked.
 
     Args:
         planned: the checkpoint.
         target: the engine that the checkpoint is written for.
-        further_engines: the other engines that the user has named; they must take the checkpoint, too.
+        further_engines: the engines that the user has named after the first one; they must take the checkpoint, too.
+            The target is among them if the user has named it twice.
 
     Returns:
         The verdict of each engine that a run reports, by the engine's name.

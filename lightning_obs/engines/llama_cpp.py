@@ -32,6 +32,10 @@ class LlamaCpp(FamilyEngine):
     stored = (nn.Linear, nn.Embedding)
     states = _ANY
     # Each row: name, weights, inputs, the hardware of Linear modules, the hardware of experts, the remark.
+    # In no row is what the converter asserts against: it dequantizes packed integers in groups only, and all other
+    # numbers with a scale per row or block only, so FP8 per tensor is refused. Integers of 8 bits are packed if inputs
+    # are in full precision, so per row they are refused there; with quantized inputs they are not packed, so groups are
+    # refused there.
     families = (
         Family("NVFP4A16", fit.NVFP4, full, _ANY, _ANY),
         Family("NVFP4", fit.NVFP4, fit.NVFP4, _ANY, _ANY),

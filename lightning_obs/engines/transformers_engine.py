@@ -51,13 +51,17 @@ class Transformers(Engine):
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:
-        # Asked before any data. The functions below raise the error of a checkpoint that would not load with the same
-        # numbers. The answer is always None: which hardware runs the model is not judged.
+        """Refuse a checkpoint that would not load with the same numbers; :func:`ask_engines` calls it before any data.
+
+        The rules of architectures (kinds of modules, layout, experts) are for models of transformers only. Then come
+        the rules of a load that dequantizes, or else those of each weight; and where weights are packed, the rule of
+        the initializer, unless this release of transformers dequantizes each weight as it reads it.
+
+        Returns:
+            Always None: which hardware runs the model is not judged.
+        """
         in_transformers = is_transformers_model(planned.model)
-        packed = set()  # names of the modules whose weights will be stored packed, several numbers to a word
-        for target in planned.targets:
-            if "pack" in storage_format(nn.Linear, target.scheme):
-                packed.add(target.name)
+        packed = _packed_modules(planned)
         if in_transformers:
             _check_kinds(planned)
             if not self.dequantize:
@@ -84,6 +88,19 @@ class Dequantized(Transformers):
     name = "transformers with dequantize=True"
     listed = False  # a run reports it only where ``engines`` names it
     dequantize = True
+
+
+def _packed_modules(planned: PlannedCheckpoint) -> set[str]:
+    """Names of the modules whose weights will be stored packed, several numbers to a word.
+
+    The packed formats of compressed-tensors have "pack" in their names (``pack-quantized``, ``nvfp4-pack-quantized``).
+    The format is asked for ``nn.Linear``, whatever the module is, since every weight is stored like a Linear's.
+    """
+    packed = set()
+    for target in planned.targets:
+        if "pack" in storage_format(nn.Linear, target.scheme):
+            packed.add(target.name)
+    return packed
 
 
 def _check_kinds(planned: PlannedCheckpoint) -> None:
@@ -193,10 +210,19 @@ def _packs_zero_points_into_one_row(target: PlannedModule) -> bool:
 
 
 def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transformers: bool) -> None:
-    """Refuse weights that transformers would load with other numbers.
+    """Refuse weights that would be loaded with other numbers; called for each target with a weight, in order.
 
-    4-bit and microscaling floats are decompressed as bfloat16, so the model must be bfloat16. Packed integers (4-bit
-    and weight-only schemes) are unpacked for symmetric Linear modules only.
+    compressed-tensors decompresses NVFP4 and microscaling floats (MX) as bfloat16. That rounds NVFP4's numbers, so the
+    model must be bfloat16. It does not change MX numbers, each a small float times a power of two. So only a model of
+    transformers must be bfloat16 for MX: it would run with weights of two dtypes.
+
+    Packed integers (below 8 bits, and 8 bits with inputs in full precision) are unpacked by transformers for symmetric
+    Linear modules only; ``load_checkpoint`` unpacks all.
+
+    Args:
+        target: the module and its scheme.
+        weights: the scheme's arguments of the weight.
+        in_transformers: whether the model is one of transformers; ``load_checkpoint`` loads all others.
     """
     dtype = target.module.weight.dtype
     nvfp4 = weights.strategy == "tensor_group"
@@ -229,18 +255,29 @@ def _check_weight(target: PlannedModule, weights: QuantizationArgs, in_transform
 
 
 def _check_layout(planned: PlannedCheckpoint, packed: Collection[str]) -> None:
-    """Refuse packed weights that transformers reorders, and full-precision weights that it merges or splits.
+    """Refuse weights that transformers would reorder, merge, split or replace, and cannot in a quantized checkpoint.
 
-    While it loads them, merged and split weights pass a reader of the scheme's format. Only FP8's reader takes weights
-    without a scale, and none can split them.
+    These are, in the order of the checks: packed weights whose rows it reorders; full-precision weights that it splits;
+    stacked experts in full precision for which it expects a Linear per expert, so that they would get random weights;
+    and full-precision weights that it merges beside modules of another format than FP8
+    (:func:`_check_formats_beside`). Merged and split weights pass a reader of the scheme's format while they are
+    loaded: only FP8's reader takes weights without a scale, and no reader can split weights.
+
+    Args:
+        planned: a checkpoint of a transformers model.
+        packed: names of the modules whose weights will be stored packed.
     """
     model = planned.model
+    # A packed weight is stored as several tensors, one of them "weight_shape". Some of transformers' converters that
+    # reorder rows ("Permute" is in the class name of their operation) match all tensors of a module
+    # ("attention.q_proj."), so packed ones, too, which they cannot reorder.
     packed_shapes = [f"{name}.weight_shape" for name in packed]
     refuse(
         _owners(converted(model, packed_shapes, "Permute")),
         "transformers 5.23 reorders the rows of these weights while it loads them, and cannot if they are packed",
         remedy=f"list them in `ignore`, use a scheme that is not packed (FP8, INT8), or {_UNCHECKED}",
     )
+    # those of no planned module, so they are in full precision in the files
     merged, split = dequantized_weights(model, planned.target_names)
     refuse(
         split,
@@ -272,15 +309,35 @@ def _experts_in_float(planned: PlannedCheckpoint) -> list[str]:
 
 
 def _stacked_down_projections(model: nn.Module, containers: Iterable[str]) -> list[str]:
-    """The parameters ``container.down_proj`` into which transformers stacks the experts' weights of its files."""
+    """The parameters ``container.down_proj`` into which transformers stacks the experts' weights of its files.
+
+    One stacked parameter is enough to tell that transformers stacks a container's experts, and every architecture has a
+    ``down_proj``. In a linearized model the parameter does not exist, so its name is formed here, and the loader is
+    asked about it.
+
+    Args:
+        model: a transformers model.
+        containers: names of linearized experts.
+    """
     return list(stacked_weights(model, [f"{container}.down_proj" for container in containers]))
 
 
 def _check_formats_beside(in_float: list[str], targets: list[PlannedModule], experts: Collection[str]) -> None:
-    """Refuse weights in full precision that are merged (``in_float``) beside modules of another format than FP8."""
+    """Refuse weights in full precision that are merged beside modules of another format than FP8.
+
+    transformers passes the merged weights to a reader with a scheme of the checkpoint's config. The reader of FP8
+    leaves weights without a scale as they are; the others need packed weights. A scheme without weights makes the
+    reader fail, so if no scheme quantizes weights, all schemes count.
+
+    Args:
+        in_float: names of the modules whose weights are merged and in full precision.
+        targets: the modules that will be quantized.
+        experts: names of all stacked and linearized experts of the model, for the text of the error.
+    """
     all_schemes = [target.scheme for target in targets]
     weight_schemes = [scheme for scheme in all_schemes if scheme.weights is not None]
-    schemes = [scheme for scheme in weight_schemes or all_schemes if number_format(scheme.weights) != "float8"]
+    deciding_schemes = weight_schemes or all_schemes
+    schemes = [scheme for scheme in deciding_schemes if number_format(scheme.weights) != "float8"]
     if not in_float or not schemes:
         return
     remedy = f"use FP8 for the other modules, or {_UNCHECKED}"
@@ -301,14 +358,19 @@ def _check_formats_beside(in_float: list[str], targets: list[PlannedModule], exp
 def _check_experts(planned: PlannedCheckpoint, dequantize: bool) -> None:
     """Refuse experts that transformers 5.23 does not load back with the same numbers.
 
-    It has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, also where
-    ``dequantize`` was not asked for. So experts' inputs are not quantized there, and only the formats that its
-    loader knows can be read.
+    transformers has no Linear per expert: it dequantizes every expert while it loads and stacks the weights, with or
+    without ``dequantize``. So the loaded model does not quantize experts' inputs, and experts can be in those formats
+    only that transformers' loader of experts knows. Llama 4 is the exception: in a quantized checkpoint transformers
+    gives it a Linear per expert, which is loaded as any other.
+
+    Args:
+        planned: a checkpoint of a transformers model.
+        dequantize: whether the user asks for weights in full precision, so that no input is quantized anyway.
     """
     model = planned.model
     containers = []
     for name, experts in linear_experts(model).items():
-        if not isinstance(experts, SortedExperts):
+        if not isinstance(experts, SortedExperts):  # the experts of Llama 4
             containers.append(name)
     stacked = _owners(_stacked_down_projections(model, containers))
     refuse(

@@ -147,7 +147,8 @@ class VLLM(FamilyEngine):
     def _refusals(self, planned: PlannedCheckpoint) -> Iterator[CalibrationError]:
         """Yield the errors of modules that vLLM loads only together, and of the kv cache's format.
 
-        None depends on the scheme. ``check`` raises the first one; ``remarks`` shows all of them as warnings.
+        These are the rules that no row of :data:`FAMILIES` has. ``check`` raises the first error; ``remarks`` shows all
+        of them as warnings.
         """
         together = "target or ignore them together."
         cache_formats = _refused_cache_formats(planned)
@@ -186,7 +187,10 @@ class VLLM(FamilyEngine):
 
 
 def _refused_cache_formats(planned: PlannedCheckpoint) -> dict[str, str]:
-    """By name of an attention module, the format of its kv cache, where vLLM does not load this format."""
+    """By name of an attention module, the format of its quantized states, where vLLM does not load this format.
+
+    All states of a module have one format, that of its scheme's ``input_activations``, so q is judged with k and v.
+    """
     formats: dict[str, str] = {}
     for target in planned.targets:
         for args in target.states.values():

@@ -68,7 +68,11 @@ def require_new_file(file: Path, overwrite: bool) -> None:
 def require_free(folder: Path, overwrite: bool) -> None:
     """Refuse a folder that an export could not create, or could not replace if ``overwrite`` is set.
 
-    Called before anything is calibrated, by callbacks and by the command line, and again by :func:`whole_folder`.
+    First, what killed writers have left beside ``folder`` is deleted, and a folder that such a writer was replacing is
+    put back (:func:`clean_up_after_killed_writers`).
+
+    Callbacks (``callbacks/destinations.py``) and the command line call it before anything is calibrated;
+    :func:`whole_folder` calls it again before a folder is written.
 
     Args:
         folder: the folder that will be written.

@@ -31,7 +31,7 @@ from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.offload import device_of
 from lightning_obs.model.weight import adapters_of, held, in_shards
 from lightning_obs.numerics.fake_quantize import learned_scale
-from lightning_obs.numerics.formats import NumberGrid
+from lightning_obs.numerics.formats import format_of
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, scale_shape
 
 
@@ -40,9 +40,10 @@ class LearnedScales:
 
     :class:`.QuantizedTraining` makes one in its constructor, with ``train="scales"`` or ``"all"``.
 
-    Static scales of weights are learned, and static scales of activations with one scale per tensor; all others are
-    observed. Scales of NVFP4 are learned only if nothing else is trained, because trained weights need another global
-    scale. Scales of MX are never learned: the smallest step of a power of two doubles a block.
+    Static scales of weights are learned, and static scales of activations with one scale per tensor, if their module
+    has a weight; all others are observed. Scales of NVFP4 are learned only if nothing else is trained, because trained
+    weights need another global scale. Scales of MX are never learned: the smallest step of a power of two doubles a
+    block.
 
     Args:
         plan: the modules to quantize.
@@ -303,6 +304,9 @@ def frozen(model: nn.Module) -> Iterator[None]:
 def _learned_shape(target: PlannedModule, base_name: str, alone: bool) -> tuple[int, ...] | None:
     """The shape of a scale; None if it cannot be learned (:class:`LearnedScales` says which can).
 
+    A module without a weight (a ReLU, attention with quantized states) has no learned scales: a learned scale is moved
+    with its module's parameters, which a ReLU does not have, and states are left to the observers.
+
     Args:
         target: the module that has it.
         base_name: the tensor that is scaled.
@@ -334,8 +338,9 @@ def _nearest_numbers(module: nn.Module, args: QuantizationArgs) -> torch.Tensor:
             args,
             global_scale=getattr(module, "weight_global_scale", None),
         )
-    number = NumberGrid.of(args).number  # None for formats of integers
-    return numbers.to(torch.int8 if number is None else number.codes)
+    float_format = format_of(args)  # None for integers
+    dtype_of_byte = torch.int8 if float_format is None else float_format.codes
+    return numbers.to(dtype_of_byte)
 
 
 def _stored_dtype(args: QuantizationArgs) -> torch.dtype | None:

@@ -3,9 +3,13 @@
 A :class:`~lightning_obs.CalibrationSession` calibrates a model that does not change. In training, weights and
 activations are observed at different times, and an incomplete observation can be saved and resumed.
 
-    NEW ------> OBSERVING ----> TRAINING ------> VALIDATED --> (OBSERVING | TRAINING)
-     |                             ^    \\
-     +-----------------------------+     +-----> GATHERED ---> TRAINING
+    NEW, VALIDATED -> OBSERVING  a training batch begins, and training batches are to be observed
+    NEW, VALIDATED -> TRAINING   a training batch begins, and none is to be observed
+    OBSERVING -> TRAINING        enough batches are observed, or a validation begins
+    OBSERVING, GATHERED -> NEW   the observation is given up
+    any -> GATHERED -> TRAINING  a validation was observed; the next training batch begins. If the model had no ranges
+                                 before, they are in force at the end of the validation already.
+    any but GATHERED -> VALIDATED  a validation has ended that was not observed, or gave the first ranges
 
 Between two hooks the phase is one value, which is saved in checkpoints. Lightning validates under inference mode: no
 tensor that training needs may be made there.
@@ -37,7 +41,7 @@ from lightning_obs.observers.statistic import lacks_inputs
 class Phase(Enum):
     """The state of a training between two hooks; it says what the next training batch does.
 
-    The methods of :class:`QuantizedTraining` change it, and checkpoints hold it. The module's docstring draws the
+    The methods of :class:`QuantizedTraining` change it, and checkpoints hold it. The module's docstring lists the
     transitions.
     """
 
@@ -79,7 +83,8 @@ class QuantizedTraining:
     def __init__(self, session: CalibrationSession, train: str = "weights", refreshes_weights: bool = False) -> None:
         if train != "scales":
             refuse_weighed_tokens(session)
-        session.observation.judge_no_fit()  # of weights that change
+        # How well fitted weights hold on other data is not measured, because training changes the weights.
+        session.observation.judge_no_fit()
         self.session = session
         self.refreshes_weights = refreshes_weights
         self.switch = Switch()
@@ -248,9 +253,13 @@ class QuantizedTraining:
     def begin_validation(self) -> bool:
         """Let the validation that starts run the model that an export would write now.
 
-        Weights are observed again, unless their ranges stay. An observation of training batches ends with the ranges of
-        the batches so far. Called before the first batch of a validation; and in a resumed run, before its first
-        training batch, for a validation that ran before it.
+        An observation of training batches ends with the ranges of the batches so far; without any batch it is given up.
+        Weights are observed again, unless their ranges stay. Weights and activations are all quantized;
+        ``QuantizedFit.begin_training_batch`` sets the switches for training again.
+
+        ``QuantizedFit.begin_validation`` calls this before the first batch of a validation. In a run that resumes right
+        after a validation of the process before it, ``QuantizedFit.begin_training_batch`` calls this before the first
+        training batch.
 
         Returns:
             False if this was called for the running validation already; then nothing happens.
@@ -285,10 +294,10 @@ class QuantizedTraining:
             self.phase = Phase.VALIDATED
 
     def give_up(self) -> None:
-        """Stop observing, and forget the statistics.
+        """Stop observing; the statistics so far are not used, and the next ``attach`` forgets them.
 
-        Called after an exception on several ranks, for an observation that cannot be resumed, and for an observation
-        without batches that a validation ends.
+        ``QuantizedFit`` calls this after an exception on several ranks. :meth:`load_state_dict` calls it for an
+        observation that cannot be resumed, and :meth:`begin_validation` for an observation without batches.
         """
         self.session.detach()
         self.phase = Phase.NEW
@@ -296,12 +305,13 @@ class QuantizedTraining:
     def write(self, weights: bool = False) -> None:
         """End an observation: write its ranges to the modules.
 
-        Ranges of weights are written too if their observers need inputs. Called after the last observed
+        Ranges of activations are written, and those of all weights if ``weights`` says so or if any observer chooses a
+        weight by inputs; none of weights that keep their ranges for the whole fit. Called after the last observed
         training batch, when a validation cuts an observation short, before the batch that follows an observed
         validation, and when a validation gives a fit its first ranges.
 
         Args:
-            weights: search the ranges of all weights.
+            weights: whether the ranges of all weights are searched, too, as after an observed validation.
         """
         writes_weights = weights or bool(self._input_observers)
         self.session.finalize(weights=writes_weights and not self._weights_stay)
@@ -337,8 +347,10 @@ class QuantizedTraining:
         # Statistics differ from rank to rank until they are reduced.
         if self.phase in (Phase.OBSERVING, Phase.GATHERED) or not self.is_quantized:
             return True
-        result = self.session.result
+        # No data reached these modules in the last calibration: they were left in full precision, or took their ranges
+        # from other experts. So their observers have no inputs to wait for.
         excused = set(self.session.skipped)
+        result = self.session.result
         if result is not None:
             excused.update(result.fallback)
         for (module_name, _), observer in self._input_observers.items():
@@ -365,11 +377,12 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
-        """The state beside the session's own: phase, learned scales, and statistics that are still needed.
+        """The state beside the session's own: phase, number of batches, learned scales, statistics still needed.
 
-        Those are the statistics of an incomplete observation; otherwise those of inputs by which weights will be
-        observed again. ``QuantizedFit.state_dict`` calls this when Lightning writes a checkpoint and at the end of a
-        fit, on every rank, because the ranks have seen different data.
+        The statistics are those of an incomplete observation, with the record of which modules read quantized outputs
+        (:class:`~lightning_obs.calibration.output_readers.OutputReaders`); otherwise those of inputs by which weights
+        will be observed again. ``QuantizedFit.state_dict`` calls this when Lightning writes a checkpoint and at the end
+        of a fit, on every rank, because the ranks have seen different data.
         """
         session = self.session
         readers = session.observation.calls.readers
@@ -386,20 +399,21 @@ class QuantizedTraining:
 
     @torch.inference_mode(False)
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a :meth:`state_dict`, when Lightning resumes a fit.
+        """Continue from a :meth:`state_dict`; ``QuantizedFit.load_state_dict`` calls this when Lightning resumes a fit.
 
         Learned scales are loaded into the parameters that the optimizer has. An observation that began on another
-        number of ranks is given up if its statistics depend on the ranks.
+        number of ranks is given up if its statistics depend on the ranks. ``QuantizedFit`` has compared the options
+        before, so the state was saved with the same plan, and turns an error of this method into a CalibrationError.
         """
         session = self.session
         session.detach()
         self._is_resumed = True
         self.phase = Phase(state["phase"])
-        session.count_batches(0, after=state["batches"])
+        session.count_batches(0, after=state["batches"])  # sets the count, adds nothing
         load_statistics(session.data_observers, state.get("statistics", {}))
         if "observed" in state:
             readers = session.observation.calls.readers
-            if readers is not None:
+            if readers is not None:  # the plan quantizes outputs
                 readers.add([state["readers"]])
             is_loaded = load_observation(session.data_observers, state["observed"], session.collectives)
             if not is_loaded:

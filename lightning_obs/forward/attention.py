@@ -127,7 +127,7 @@ def find_owner(root: nn.Module, module: nn.Module) -> nn.Module:
         module: an attention module inside it.
 
     Returns:
-        The outermost transformers model inside ``root``, or itself, that holds ``module``.
+        The outermost transformers model that holds ``module``: ``root`` itself, or a model inside it.
 
     Raises:
         CalibrationError: there is none.
@@ -199,9 +199,13 @@ def _attention_function(model: Any) -> Iterator[None]:
     plain = {id(config): copy(config) for config, _ in implementations}
 
     def put_plain(attributes: dict[str, Any]) -> None:
-        """Called for each copy of a module: let its attributes have configs with the original attention function."""
-        for config, _ in implementations:
+        """Replace the configs among a copied module's attributes by configs with the original attention function.
+
+        Called while a module that has a config is copied, with the copy's ``__dict__``.
+        """
+        for config, _ in implementations:  # other fields may have changed since the block began
             vars(plain[id(config)]).update(vars(config))
+        # A config may hold further configs (of a text and a vision model), which are replaced, too.
         for holder in (attributes, *(vars(config) for config in plain.values())):
             for name, value in holder.items():
                 if id(value) in plain:

@@ -101,8 +101,9 @@ def linearize_recurrent(model: nn.Module) -> list[str]:
     The weights are targets like those of Linears, under their names (``lstm.weight_ih_l0``); biases stay in float, and
     so do the inputs and products, whatever the scheme says of activations. A ``state_dict`` has ``weight_ih_l0.weight``
     in place of ``weight_ih_l0``; a ``state_dict`` from before can be loaded. Each layer stays the object that it was,
-    with its hooks. Call it before you make optimizers. Subclasses that read ``weight_ih_l0`` themselves cannot be
-    changed; layers inside transformers models are left as they are.
+    with its hooks. Call it before you make optimizers. Layers inside transformers models are left as they are.
+    Subclasses of ``nn.LSTM`` and ``nn.GRU`` are changed, too. A subclass whose own code reads ``weight_ih_l0`` as a
+    tensor would then fail in its forward; nothing checks for such code.
 
     Args:
         model: changed in place.

@@ -90,11 +90,10 @@ def _refused(part: str, got: str) -> CalibrationError:
 
 
 class _DetachedCopies(TorchFunctionMode):
-    """A mode in which ``deepcopy`` copies every tensor to one without a history that is no inference tensor.
+    """A mode in which ``deepcopy`` gives plain tensors without a history, whatever it copies.
 
-    :class:`ModelCopy` enters it for its copy.
-
-    torch refuses to copy tensors with a history, and copies inference tensors to inference tensors.
+    torch refuses to copy tensors with a history, and copies inference tensors to inference tensors. In this mode both
+    are copied to detached clones; torch itself copies all other tensors. :class:`ModelCopy` enters it for its copy.
     """
 
     def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -140,11 +139,13 @@ def _objects_of(model: nn.Module) -> set[int]:
 def _take_out_watchers(objects: set[int], attributes: dict[str, Any]) -> None:
     """Take hooks whose state does not belong to the model out of a copy of a module's ``__dict__``.
 
-    Called for each module while the model is copied. Hooks of ``torch.nn.utils`` (pruning, weight norm) stay.
+    Called for each module while the model is copied, by the module's mark. Hooks of ``torch.nn.utils`` (pruning, weight
+    norm) stay.
 
     Args:
         objects: :func:`_objects_of` the model.
-        attributes: the copy.
+        attributes: the copy of the ``__dict__``. Its tables of hooks are copies as well (:func:`keep_out_of_copies`),
+            so the model keeps its hooks.
     """
     for table in _HOOKS:
         for number, hook in list(attributes[table].items()):

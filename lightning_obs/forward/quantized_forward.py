@@ -223,8 +223,9 @@ def _run_merged(module: nn.Module) -> Callable[[], None]:
     """Let a LoRA layer around a module that runs quantized call only that module, without adding its adapters.
 
     The adapters are a part of the module's weight already (:func:`weight_in_use`), and the module's hooks see the
-    merged layer. Without a LoRA layer none is looked for later (:func:`adapters_in_use`). Nothing happens for a copy of
-    the module in it, which the layer does not run (a twin of :mod:`lightning_obs.choice.divergence`).
+    merged layer. Without a LoRA layer none is looked for later (:func:`adapters_in_use`). The layer's forward stays if
+    the layer runs another module than this one: a twin of :mod:`lightning_obs.choice.divergence` is a copy of the
+    module that the layer runs.
 
     Returns:
         A function that undoes it.

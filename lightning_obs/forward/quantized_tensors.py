@@ -84,7 +84,6 @@ class Quantization:
     """
 
     #: which tensors are quantized at present
-
     switch: Switch = field(default_factory=Switch)
     #: the forward that the instance had itself (a wrapper of somebody else's); None: its class's
     original_forward: Callable[..., Any] | None = None
@@ -109,7 +108,8 @@ _DEFAULT = Quantization()
 def quantization_of(module: nn.Module) -> Quantization:
     """Return a module's :class:`Quantization`; the default one for a module whose ``forward`` is not replaced.
 
-    Every quantized forward reads it; calibration and choices change fields of it for a while.
+    Every quantized forward reads it. Calibration and choices change fields of it for a while, only of modules whose
+    ``forward`` is replaced: the default one is shared and stays as it is.
     """
     return getattr(module, FORWARD_STATE, _DEFAULT)
 
@@ -130,9 +130,10 @@ def weight_in_use(module: nn.Module) -> torch.Tensor | None:
 
 
 def adapters_in_use(module: nn.Module, parameter: torch.Tensor) -> AddedAdapters | None:
-    """Return the function that adds LoRA adapters to a module's parameter; None: the parameter itself is the weight.
+    """Return the function that makes the weight of a module's parameter; None: the parameter itself is the weight.
 
-    The quantized forward in training calls the function for its product, and the backward calls it again.
+    The function adds the LoRA adapters, if there are any, and dequantizes a packed parameter; so there is one for every
+    packed parameter. The quantized forward in training calls it for its product, and the backward calls it again.
 
     Args:
         module: a module that runs quantized.
@@ -178,7 +179,8 @@ def bias_in_use(module: nn.Module) -> torch.Tensor | None:
 
     Returns:
         The rounded bias; the module's own bias where it is not rounded, or where quantization is switched off; None
-        without a bias. While a model is traced, the bias that the tracing has rounded before.
+        without a bias. While a model is traced, the bias that the tracing has rounded before, by the same step: both
+        round only where :func:`bias_step` is not None, so only where the output is quantized.
     """
     bias = getattr(module, "bias", None)
     if bias is None:
@@ -189,7 +191,7 @@ def bias_in_use(module: nn.Module) -> torch.Tensor | None:
     if switch.writer is not None:
         return module._buffers.get(ROUNDED_BIAS, bias)
     if args_of(module, "output") is None:
-        return bias  # engines add it in float, where they give floats
+        return bias  # engines that give floats add the bias in float; bias_step is None there, too
     step = bias_step(module)
     return bias if step is None else straight_through(bias, round_bias(bias, step))
 

@@ -190,11 +190,10 @@ class Convolution:
 def product_of(module: nn.Module) -> Product | None:
     """The product that the class of a module computes, if the class computes nothing else; None for any other module.
 
-    The quantized forward of every module but a plain Linear calls this at each call in training. None also for a
-    transposed convolution, and for a convolution whose padding is a word (``"same"``) or is not filled with zeros.
+    The quantized forward of every module but a Linear calls this at each call in training; a Linear's takes
+    :class:`LinearProduct` itself. None also for a transposed convolution, and for a convolution whose padding is a word
+    (``"same"``) or is not filled with zeros.
     """
-    if type(module).forward is nn.Linear.forward:
-        return LinearProduct()
     if is_conv1d_of_transformers(module) and type(module).__name__ == "Conv1D":
         return TransposedProduct()
     if isinstance(module, _ConvNd) and getattr(type(module), "_conv_forward", None) in _CONV_FORWARDS:
@@ -288,7 +287,7 @@ def recomputed_product(
 ) -> torch.Tensor:
     """Compute ``product(input, quantize(weight, scale), bias)``; the quantized weight is not kept for the backward.
 
-    Output, gradients and second gradients are the same bit for bit.
+    Output, gradients and second gradients are bit for bit those of plain autograd, which keeps the quantized weight.
 
     The quantized forward of a Linear, a Conv1D of transformers or a convolution (:mod:`.quantized_forward`) calls it
     while autograd records.

@@ -154,7 +154,8 @@ def written_by(model: nn.Module, make_writer: Callable[[nn.Module], TensorWriter
     """For a ``with`` block in which a calibrated model is traced, and writers write its quantized tensors.
 
     ``export_onnx`` and ``program/program_file.py`` trace the model in it. Each calibrated module has one
-    :class:`TensorWriter`, and as temporary buffers that writer's tensors and the rounded bias.
+    :class:`TensorWriter`, and as temporary buffers that writer's tensors. A module whose bias engines add as integers
+    also has the rounded bias: :func:`.bias_step` is None for all others, such as those whose output is in float.
 
     Args:
         model: calibrated, in evaluation mode.

@@ -129,7 +129,10 @@ FORMATS = (
 
 
 def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
-    """Return the format that stores a weight with every code and scale unchanged; None: there is none.
+    """Return the format that stores a weight with its codes and its sharing of scales; None: there is none.
+
+    The codes are stored unchanged. MXFP4 stores scales unchanged as well; the other formats round them to float16, and
+    :class:`InFloat16` tells how closely.
 
     ``gguf_file.py`` calls it for each quantized module: before the calibration to refuse schemes that no format holds,
     and at the export.
@@ -142,14 +145,15 @@ def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
     'Q4_0'
     >>> format_for(QuantizationArgs(num_bits=4, group_size=16), columns=128)
     """
-    shares = columns
+    columns_of_scale = columns
     if args.strategy == QuantizationStrategy.GROUP:
-        shares = args.group_size or 0
+        columns_of_scale = args.group_size or 0
     elif args.strategy not in (QuantizationStrategy.CHANNEL, QuantizationStrategy.TENSOR):
         return None
-    if shares % BLOCK or columns % BLOCK or args.actorder is not None:
+    if columns_of_scale % BLOCK or columns % BLOCK or args.actorder is not None:
         return None
-    if args.type == "float" and (args.scale_dtype != torch.uint8 or shares != BLOCK):
+    # The one format of floats is MXFP4: its scales are powers of two (uint8), and MX has groups of 32 only.
+    if args.type == "float" and (args.scale_dtype != torch.uint8 or columns_of_scale != BLOCK):
         return None
     for block_format in FORMATS:
         if block_format.numbers == number_format(args) and block_format.symmetric == args.symmetric:

@@ -84,7 +84,8 @@ def stacked_weights(model: nn.Module, parameters: Iterable[str]) -> dict[str, li
         loading, savers = savers_of[inner]
         for saver in savers:
             if _converted_names(loading, [name], [saver]):
-                module_names[parameter] = [_module_name(source) for source in saver._original_target_patterns]
+                # A saver converts from the model to the files, so its targets are names in files.
+                module_names[parameter] = [_module_name(pattern) for pattern in saver._original_target_patterns]
     return module_names
 
 
@@ -106,7 +107,9 @@ def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[lis
     """Parameters that transformers dequantizes while loading a quantized checkpoint, because it merges or splits them.
 
     Transformers' engine calls it before any data. transformers dequantizes each ``weight`` of the files from which it
-    makes other parameters, and looks for scales beside the weight, unless a ``planned`` module holds the result.
+    makes other parameters, and looks for scales beside the weight, unless a ``planned`` module holds the result. The
+    conditions below are those of its ``HfQuantizer.update_weight_conversions``: it looks at converters all of whose
+    sources are weights, and only at the first target of each, to see whether the model has scales for the result.
 
     Args:
         model: a model of transformers; any other model has no such parameters.
@@ -114,7 +117,9 @@ def dequantized_weights(model: nn.Module, planned: Collection[str]) -> tuple[lis
 
     Returns:
         The names of the parameters that transformers merges; and the names, in the files, of the weights that it
-        splits. Loading a quantized checkpoint fails at the latter.
+        splits. Loading a quantized checkpoint fails at weights that are split: with the scale beside the weight, a
+        converter would have several sources and several targets, which transformers refuses unless an operation of the
+        converter supports it (``supports_many_to_many``).
     """
     loading, converters = _converters(model)
     mergers: list[Any] = []
@@ -164,10 +169,12 @@ def _converters(model: nn.Module) -> tuple[Any, list[Any]]:
     mapping = sys.modules.get("transformers.conversion_mapping")
     if loading is None or mapping is None or not is_transformers_model(model):
         return None, []
-    conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)  # without a quantizer's conversions
+    # Legacy conversions are renames only. No quantizer is passed, so the conversions are those of a plain checkpoint.
+    conversions = mapping.get_model_conversion_mapping(model, add_legacy=False)
     converters = [conversion for conversion in conversions if isinstance(conversion, loading.WeightConverter)]
     if converters:
         purpose = f"{type(model).__name__}, whose weights transformers converts,"
+        # transformers of this release needs Python 3.11, which the error then says
         require_release("transformers", _OLDEST_TO_ASK, purpose, python="3.11")
     return loading, converters
 

@@ -88,7 +88,12 @@ def _initialize_root(root: nn.Module) -> None:
 
 
 def _register(wrapper: FullyShardedDataParallel) -> None:
-    """Note on the marks of one unit's modules where their parameters are; nothing if every rank has them whole."""
+    """Note on the marks of one unit's wrapper and modules where the modules' parameters are.
+
+    The wrapper's own dict of places is empty. So is that of every module if each rank has the parameters whole
+    (``NO_SHARD``). An empty dict says that the module is known (:func:`_is_registered`). :func:`register_fsdp_units`
+    calls this for each wrapper that is not known yet.
+    """
     make_mark(wrapper).fsdp_places = {}
     is_sharded = wrapper.sharding_strategy != ShardingStrategy.NO_SHARD
     for module, name, place in _flattened(wrapper):

@@ -218,7 +218,8 @@ def require_transformers(model: object | None = None) -> None:
     Called before a model is planned, before its experts become Linears, and before a checkpoint is loaded.
 
     Args:
-        model: a module of any kind; only one of transformers needs it. None: a checkpoint of transformers.
+        model: a module of any kind; of a module that is not of transformers no release is required. None: a checkpoint
+            of transformers will be loaded.
     """
     if model is None or is_transformers_model(model):
         require_release("transformers", _OLDEST_TRANSFORMERS, "a model of transformers")
@@ -309,7 +310,10 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def without_wrappers(model: nn.Module) -> AbstractContextManager[None]:
-    """Take all wrappers, and so their names, out of ``model`` inside the ``with`` block, in which it must not run.
+    """Take the wrappers inside ``model``, and so their names, out of it; ``model`` must not run in the ``with`` block.
+
+    If ``model`` is a wrapper itself, it stays one, and names begin with the wrapper's attribute (``module.``). Callers
+    that need names without it call :func:`unwrapped` first.
 
     Called by everything that reads names: while a plan is made, a saved state is written or loaded, and a checkpoint is
     exported.
@@ -405,7 +409,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 
 def drops_inputs(layer: nn.Module | None) -> bool:
-    """Whether a LoRA layer drops inputs of its adapters in training, where merged adapters would compute otherwise.
+    """Whether a LoRA layer drops inputs of its adapters in training, which merged adapters cannot do.
 
     Fine-tuning refuses such a layer, since its adapters are merged into the quantized weight. In evaluation mode
     nothing is dropped. ``layer`` is None for a module without adapters.

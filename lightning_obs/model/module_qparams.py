@@ -230,9 +230,10 @@ def storage_format(kind: type[nn.Module], scheme: QuantizationScheme) -> str:
 def as_stored(module: nn.Module, qparams: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies of quantization parameters as the module will hold them.
 
-    Finalize calls it before it computes errors, so that these are of the numbers that a checkpoint will hold. They
-    are on its weight's device (attention: its first parameter's; an offloaded module: where it computes). Scales
-    are in the weight's dtype, as compressed-tensors stores them, global scales in float32.
+    Finalize calls it before it computes errors, so that errors are measured with the numbers that a checkpoint will
+    hold; :func:`write_qparams` calls it, too. The copies are on the device of the module's weight (attention: of its
+    first parameter; an offloaded module: where it computes). Scales are cast to the weight's dtype, in which
+    compressed-tensors stores them. Global scales, zero points and ``weight_rounded`` keep their dtypes.
     """
     home = qparams_home(module)
     scale_dtype = home.dtype if home is not None and home.is_floating_point() else None
@@ -319,7 +320,8 @@ def calibration_of(model: nn.Module, only: Collection[nn.Module] | None = None) 
     Args:
         model: any module.
         only: the modules whose qparams and checksums are taken; of all other modules only the checksums are taken.
-            None: qparams and checksums of all modules.
+            None: qparams and checksums of all modules. A session passes the modules of its plan, to keep its own
+            calibration: :func:`put_back` then takes qparams of other sessions off all other modules.
     """
     calibration: Calibration = {}
     for module in model.modules():
@@ -349,10 +351,14 @@ def qparams_of(calibration: Calibration, module: nn.Module) -> dict[str, torch.T
 
 
 def put_back(calibration: Calibration) -> None:
-    """Restore the calibration that modules had when :func:`calibration_of` was called.
+    """Replace the calibration of all modules in ``calibration``, a result of :func:`calibration_of`, by that one.
 
-    Called where a new calibration fails, at the end of a block in which another calibration was on the modules, and by
-    ``sensitivity`` once it has calibrated the model with each scheme.
+    Modules outside the ``only`` of :func:`calibration_of` have no qparams afterwards. A value that was a buffer comes
+    back as a plain attribute, which is read in the same way; its name stays in torch's set of non-persistent buffers,
+    where it has no effect.
+
+    Called where a new calibration fails, at the start and the end of a block in which one session's calibration is on
+    the modules, and by ``sensitivity`` once it has calibrated the model with each scheme.
     """
     for module, values in calibration.items():
         for name in (*CALIBRATED, CHECKSUMS):
@@ -426,9 +432,10 @@ def not_ready(model: nn.Module) -> CalibrationError | None:
 def remember(model: nn.Module) -> None:
     """Write the checksums of all tensors that a checkpoint of ``model`` holds to its modules, as plain attributes.
 
-    Called at the end of a calibration and after a checkpoint was loaded.
+    Called at the end of a calibration, after a checkpoint was loaded, and when quantized training notes that the
+    present weights have the present scales.
     """
-    reshard(model)
+    reshard(model)  # FSDP2 leaves its outermost module gathered after a forward; each rank reads its own part here
     tensors = [(module, name) for module in model.modules() for name in _names_in_checkpoint(module)]
     by_module: dict[nn.Module, dict[str, int]] = {}
     for (module, name), value in zip(tensors, checksums(tensors), strict=True):
@@ -441,10 +448,11 @@ def remember(model: nn.Module) -> None:
 def changed_since(model: nn.Module) -> list[str]:
     """Names of parameters and buffers that have changed since ``model`` was calibrated.
 
-    Called before an export, and when a training session takes over a calibration.
+    A tensor that does not exist any more is left out. :func:`not_ready` calls this before an export and before a model
+    runs quantized, quantized training before it searches ranges of weights again.
     """
     register_surroundings(model)
-    reshard(model)
+    reshard(model)  # as in remember
     with without_wrappers(model):
         named_modules = list(model.named_modules())
     paths: dict[_TensorOf, str] = {}
@@ -478,8 +486,8 @@ def _names_in_checkpoint(module: nn.Module) -> Iterator[str]:
 def checksums(tensors: Sequence[_TensorOf]) -> list[int]:
     """The checksum of each whole tensor, in the order of ``tensors``; the same on all ranks.
 
-    :func:`remember` and :func:`changed_since` call it. A tensor that several modules share is read once. A weight with
-    LoRA adapters counts as the sum of both.
+    :func:`remember` and :func:`changed_since` call it. A tensor that several modules share under one name is read once.
+    A weight with LoRA adapters counts as the sum of both.
 
     Args:
         tensors: pairs of a module and the name of one of its parameters or buffers.
@@ -497,22 +505,29 @@ def checksums(tensors: Sequence[_TensorOf]) -> list[int]:
 
 
 def _sums_of_parts(tensors: Sequence[_TensorOf]) -> dict[_Reduction, torch.Tensor]:
-    """For each group of ranks, the checksums of this rank's parts, at the places of ``tensors``; 0 for all others."""
-    places: dict[nn.Module, list[tuple[int, str]]] = defaultdict(list)
-    for place, (module, name) in enumerate(tensors):
-        places[module].append((place, name))
+    """For each device and group of ranks, the checksums of this rank's parts; :func:`checksums` calls it.
+
+    Args:
+        tensors: pairs of a module and a tensor's name, each tensor once.
+
+    Returns:
+        Sums ``(len(tensors),)`` in the order of ``tensors``; 0 for tensors of another device or group.
+    """
+    indices: dict[nn.Module, list[tuple[int, str]]] = defaultdict(list)
+    for index, (module, name) in enumerate(tensors):
+        indices[module].append((index, name))
     # One tensor holds the sums of all. A small tensor for each sum, between the large ones of checksum(), would keep
     # glibc from using their memory for the next.
     sums: dict[_Reduction, torch.Tensor] = {}
-    for unit in by_unit(places):
-        with onloaded(unit[0]):
+    for unit in by_unit(indices):
+        with onloaded(unit[0]):  # loads the whole unit, since one hook brings in all of its offloaded modules
             for module in unit:
-                for place, name in places[module]:
+                for index, name in indices[module]:
                     local, first = part_here(module, name)
                     reduction = local.device, place_of(module, name).groups
                     if reduction not in sums:
                         sums[reduction] = torch.zeros(len(tensors), dtype=torch.int64, device=local.device)
-                    checksum(local, first, out=sums[reduction][place])
+                    checksum(local, first, out=sums[reduction][index])
     return sums
 
 
@@ -524,8 +539,8 @@ def _sum_over_ranks(sums: Mapping[_Reduction, torch.Tensor], count: int) -> list
             with all_ranks_answer():
                 dist.all_reduce(of_parts, group=group)
     for of_parts in sums.values():
-        for place, value in enumerate(of_parts.tolist()):
-            totals[place] += value  # zero in all groups but the tensor's
+        for index, value in enumerate(of_parts.tolist()):
+            totals[index] += value  # zero in all groups but the tensor's
     return totals
 
 
