@@ -341,10 +341,14 @@ def candidate_options(candidate: Candidate, **options: Any) -> CalibrationOption
     """
     if not isinstance(candidate, Mapping) or "scheme" not in candidate:
         return CalibrationOptions.of(candidate, **options)
-    observers_of_all = options.get("observers") or {}
-    own_observers = candidate.get("observers") or {}
-    observers = {**observers_of_all, **own_observers}
-    return CalibrationOptions.of(**{**options, **candidate, "observers": observers})
+    fields = {**options, **candidate}
+    observers_of_all = options.get("observers")
+    own_observers = candidate.get("observers")
+    if own_observers is None:
+        fields["observers"] = observers_of_all
+    elif isinstance(observers_of_all, Mapping) and isinstance(own_observers, Mapping):
+        fields["observers"] = {**observers_of_all, **own_observers}
+    return CalibrationOptions.of(**fields)
 
 
 def _by_name(schemes: Schemes) -> dict[str, Candidate | None]:

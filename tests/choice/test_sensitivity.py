@@ -342,6 +342,8 @@ def test_a_candidate_has_its_own_options_before_those_of_all():
     assert (options.ignore, options.observers) == (["2"], {"input": "histogram", "weight": "mse"})
     with pytest.raises(CalibrationError, match="roundin"):
         candidate_options({"scheme": INT4, "roundin": "gptq"})
+    with pytest.raises(CalibrationError, match=r"observers\. Got 'mse', expected one for each base name"):
+        candidate_options({"scheme": INT4, "observers": "mse"}, observers={"weight": "mse"})
 
 
 def test_a_module_that_only_a_candidates_own_ignore_spares_is_not_ignored_by_the_plan(classifier):
