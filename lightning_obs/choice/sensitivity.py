@@ -27,7 +27,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.choice.divergence import Losses, ModuleTwins, Twins, divergences, weights_shared
-from lightning_obs.engines.engine import Engine, PlannedCheckpoint, engine_of
+from lightning_obs.engines.engine import Engine, FusedSets, PlannedCheckpoint, engine_of
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.extra_runs import left_as_it_was
@@ -167,7 +167,7 @@ def sensitivity(
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
         # A checkpoint is written for the first engine, and a calibration with these engines fuses its sets alone.
-        options["fused_sets"] = [*engines[0].fused_sets, *options.get("fused_sets", ())]
+        options["fused_sets"] = _all_fused_sets(engines[0], options.get("fused_sets", ()))
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
     candidates = []
@@ -199,6 +199,21 @@ def sensitivity(
         tokens=tokens,
         alone=_need_one_scheme(sessions.values(), groups[0], engines),
     )
+
+
+def _all_fused_sets(engine: Engine, own_sets: FusedSets) -> FusedSets:
+    """The fused sets of an engine and those of the option ``fused_sets``, no name in two sets.
+
+    A name in the option belongs to the option's set, as in the plan of a session. What it leaves of an engine's set is
+    a set if it still has two names.
+    """
+    own_names = set(chain.from_iterable(own_sets))
+    sets: list[Sequence[str]] = []
+    for engine_set in engine.fused_sets:
+        rest = [name for name in engine_set if name not in own_names]
+        if len(rest) > 1:
+            sets.append(rest)
+    return [*sets, *own_sets]
 
 
 def _losses_of_modules(

@@ -150,6 +150,14 @@ def test_modules_that_are_fused_are_measured_together(tiny_llama, batches):
     assert first.losses["int4"] == pytest.approx(alone, rel=0.9)
 
 
+def test_a_name_in_the_option_fused_sets_leaves_the_engines_set(tiny_llama):
+    options = {"ignore": ["lm_head"], "engines": "vllm", "fused_sets": [["v_proj", "o_proj"]]}
+    found = sensitivity(tiny_llama(), None, {"int8": "W8A8"}, **options)
+    attention = [group.names for group in found.groups if "layers.0.self_attn" in group.names[0]]
+    members = [tuple(name.rpartition(".")[2] for name in names) for names in attention]
+    assert members == [("q_proj", "k_proj"), ("v_proj", "o_proj")]
+
+
 @converted_weights
 def test_all_experts_of_a_layer_are_one_group():
     model = tiny_moe("qwen3_moe")
