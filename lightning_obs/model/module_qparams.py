@@ -495,7 +495,8 @@ def checksums(tensors: Sequence[_TensorOf]) -> list[int]:
     alive = [getattr(module, name) for module, name in tensors]  # an id names one object only while that is alive
     keys: list[Hashable] = []
     for module, name in tensors:
-        adapters = adapters_of(module)  # the sum of weight and adapters is another one in each module
+        # Adapters are added to what is called "weight" only, and make another sum in each module.
+        adapters = adapters_of(module)
         keys.append((identity(module, name), name if adapters is None else id(module)))
     unique = dict(zip(keys, tensors, strict=True))
     sums = _sum_over_ranks(_sums_of_parts(list(unique.values())), len(unique))
