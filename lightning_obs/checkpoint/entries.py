@@ -376,7 +376,7 @@ def _without_unsaved(model: Any, entries: Mapping[str, torch.Tensor]) -> Tensors
 #: elements of a weight that are compressed at once; compressed-tensors takes up to 36 bytes for each
 _ELEMENTS_AT_ONCE = 1 << 18
 #: by format, the number of bits for which codes are computed in this file. compressed-tensors would take many passes
-#: over a weight, or round some weights otherwise on a GPU
+#: over a weight, or round some weights differently on a GPU
 _BITS_COMPUTED_HERE = {
     "int-quantized": 8,
     "float-quantized": 8,
