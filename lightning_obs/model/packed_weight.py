@@ -81,7 +81,10 @@ class PackedWeight(torch.Tensor):
 
     @property
     def packed_bytes(self) -> int:
-        """The bytes that the packed weight takes in memory; ``nbytes`` counts those of the decompressed weight."""
+        """The bytes that the packed weight takes in memory, for users who measure it.
+
+        ``nbytes`` counts the bytes of the decompressed weight.
+        """
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     @torch.no_grad()
@@ -107,9 +110,9 @@ class PackedWeight(torch.Tensor):
         args = self.scheme.weights
         assert args is not None
         zero_point = self.tensors.get("weight_zero_point")
-        if zero_point is not None and zero_point.dtype == torch.int32:
+        if zero_point is not None and zero_point.dtype == torch.int32:  # one int32 holds those of several rows
             return len(self)
-        per_scale = rows_per_scale(args) or 1
+        per_scale = rows_per_scale(args) or 1  # None: one scale for all rows, which may be cut anywhere
         elements = tile_size(self.device, on_cpu=_ELEMENTS_AT_ONCE)
         return max(1, elements // self.shape[1] // per_scale) * per_scale
 
@@ -120,12 +123,14 @@ class PackedWeight(torch.Tensor):
         per_scale = rows_per_scale(args)
         entries: dict[str, Any] = {"weight_shape": torch.Size((stop - start, self.shape[1]))}
         for name, tensor in self.tensors.items():
-            height = 0
+            height: int | None = None  # rows of the weight for each row of the tensor; None: the tensor is taken whole
             if name in ("weight", "weight_packed"):
                 height = 1
             elif name in ("weight_scale", "weight_zero_point") and stop - start < len(self):
-                height = per_scale or 0
-            entries[name] = tensor[start // height : -(-stop // height)] if height else tensor
+                height = per_scale
+            entries[name] = tensor if height is None else tensor[start // height : -(-stop // height)]
+        # compressed-tensors makes small tensors here: the host must not wait for their upload, and those that it keeps
+        # for the process must not be made in inference mode.
         with no_upload(self.device):
             keep_range_readable(args, self.device)
             weight: torch.Tensor = compressor.decompress(entries, self.scheme)["weight"]
@@ -155,7 +160,8 @@ class PackedWeight(torch.Tensor):
     # ------------------------------------------------------------------ operations of torch
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # As plain tensors: Lightning loads checkpoints with a function for the device, which torch's own way refuses.
+        # copy.deepcopy, pickle and torch.save call this. The weight is written as its plain tensors. Lightning loads a
+        # checkpoint with a function as map_location, which torch's own rebuilding of such a subclass refuses.
         is_parameter = isinstance(self, nn.Parameter)
         scheme = self.scheme.model_dump(mode="json")
         return unpickled, (self.tensors, scheme, tuple(self.shape), self.dtype, is_parameter)
@@ -180,7 +186,9 @@ class PackedWeight(torch.Tensor):
         kwargs = kwargs or {}
         if func is F.linear and isinstance(args[1] if len(args) > 1 else kwargs["weight"], PackedWeight):
             return _linear(*args, **kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
+        # torch's own method would make a PackedWeight, without scheme and stored tensors, of each decompressed result.
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -315,7 +323,9 @@ class _PackedLinear(torch.autograd.Function):
         input, weight, bias = inputs
         ctx.input_dtype = input.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(weight.detach())  # not the parameter: a graph that lives would keep it from being moved
+        # Not the parameter itself: model.to() swaps a parameter of this class for the moved one (swap_tensors), and
+        # torch refuses the swap while a graph refers to the parameter.
+        ctx.save_for_backward(weight.detach())
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -261,6 +261,14 @@ def test_it_is_counted_by_its_packed_bytes(folder_of):
     assert (weight.shape, weight.dtype) == ((64, 64), torch.bfloat16)
 
 
+def test_an_operation_that_reads_it_gives_a_plain_tensor():
+    weight = packed(torch.randn(8, 32))
+    for result in (weight + 1, weight.T, weight[0], torch.randn(2, 8) @ weight):
+        assert type(result) is torch.Tensor
+    assert torch.equal(weight + 1, weight.dequantize() + 1)
+    assert type(weight.detach()) is PackedWeight
+
+
 def test_another_dtype_is_of_the_decompressed_weight(folder_of):
     model = load(folder_of("FP8"))
     before = weight_of(model).dequantize()
