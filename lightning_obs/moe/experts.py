@@ -29,6 +29,9 @@ from lightning_obs.model.conversions import stacked_weights
 from lightning_obs.model.kinds import is_dispatched, is_named_experts, require_transformers
 from lightning_obs.model.weight import whole_shape
 
+#: the sine up to this angle gives the tokens on which outputs are compared: 15 periods, so that tokens differ
+_LAST_ANGLE = 97.0
+
 
 class LinearExpert(nn.Module):
     """One expert: ``down(act(gate(x)) * up(x))``, or ``down(act(up(x)))`` without a gate.
@@ -288,6 +291,8 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
     for name in stacked:
         for key in ("gate_up_proj", "up_proj", "down_proj"):
             parameters.append(f"{name}.{key}")
+    # By parameter, the names in files of the projections that it stacks ("w1", "w3": gate before up). A parameter that
+    # transformers does not stack has no entry; its projections keep the default names.
     sources = stacked_weights(model, parameters)
     names = {}
     for name, module in stacked.items():
@@ -304,8 +309,9 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The experts of every layer, by the name of the module that holds them (their container).
 
-    A container is a :class:`LinearExperts`, or a ``ModuleList`` called ``experts`` in a model whose code is not
-    transformers'. A calibration watches these experts; vLLM's checks look at the modules beside them.
+    A container is a :class:`LinearExperts`, or a ``ModuleList`` of two or more modules that is called ``experts``, in a
+    model whose code is not transformers'. (A single expert gets all tokens, like any other module.) A calibration
+    watches these experts; vLLM's checks look at the modules beside them.
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -504,7 +510,9 @@ def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) -> None:
     """Compare the outputs of a stacked module and of its Linears on a few tokens, once for each class.
 
-    A class may compute something unexpected with parameters of the usual names.
+    A class may compute something unexpected with parameters of the usual names. ``linearize_experts`` calls this before
+    it replaces the first module of each class. Nothing is compared if the weights have no data (meta device) or the
+    stacked module's outputs are not finite.
 
     Args:
         name: the name of the stacked module, for the error.
@@ -517,15 +525,17 @@ def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) 
     weight = next(module.parameters(recurse=False))
     if weight.is_meta:
         return
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():  # modules may keep what they compute, for training
         inputs = _sample_inputs(module, experts, weight)
+        # transformers' decorator may choose another implementation by the config; the Linears compute as the eager one.
         stacked_forward = inspect.unwrap(type(module).forward)
         expected = stacked_forward(module, *inputs).double()
         error = (experts(*inputs).double() - expected).norm()
         size = expected.norm()
     # Sums in another order differ only by their rounding, which is larger in dtypes of 16 bits.
     tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 0.05
-    if bool(expected.isfinite().all()) and error > tolerance * size:
+    are_alike = bool(error <= tolerance * size)  # False for an error that is NaN, too
+    if bool(expected.isfinite().all()) and not are_alike:
         raise CalibrationError(
             "stacked experts do not compute what their parameters' names say",
             where=[f"{name} ({type(module).__name__})"],
@@ -537,13 +547,13 @@ def _require_same_outputs(name: str, module: nn.Module, experts: LinearExperts) 
 def _sample_inputs(module: nn.Module, experts: LinearExperts, weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The arguments for a call of experts with eight tokens, two experts for each, for :func:`_require_same_outputs`.
 
-    The values are not random, so that the user's random number generator does not advance. Dtype and device are those
-    of ``weight``.
+    The values are those of a sine, and not random, so that the user's random number generator does not advance. Dtype
+    and device are those of ``weight``.
     """
     first_layer = next(layer for layer in experts.modules() if isinstance(layer, nn.Linear))
     width = first_layer.in_features
     count = 8 * experts.num_experts if _is_sorted(module) else 8
-    values = torch.linspace(0, 97, count * width, dtype=torch.float64).sin()
+    values = torch.linspace(0, _LAST_ANGLE, count * width, dtype=torch.float64).sin()
     tokens = values.view(count, width).to(weight)
     if _is_sorted(module):
         return (tokens,)

@@ -214,6 +214,22 @@ class Deceptive(StackedExperts):
         return 2 * super().forward(hidden_states, top_k_index, top_k_weights)
 
 
+class Removing(StackedExperts):
+    """Its outputs are finite although its projections give NaN, which the module removes."""
+
+    def __init__(self):
+        super().__init__()
+        self.act_fn = NotANumber()
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return super().forward(hidden_states, top_k_index, top_k_weights).nan_to_num(1.0)
+
+
+class NotANumber(nn.Module):
+    def forward(self, value):
+        return value * torch.nan
+
+
 class Quantized(StackedExperts):
     def __init__(self):
         super().__init__()
@@ -225,6 +241,7 @@ class Quantized(StackedExperts):
     [
         (Unknown, r"a layout that is not known: experts \(Unknown\).*scales.*`ignore`"),
         (Deceptive, r"do not compute what their parameters' names say: experts \(Deceptive\).*`ignore`"),
+        (Removing, r"do not compute what their parameters' names say: experts \(Removing\).*`ignore`"),
         (Quantized, r"quantized, sharded or offloaded.*experts.down_proj.*load the model in full precision"),
     ],
 )
