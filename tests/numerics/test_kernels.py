@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -87,6 +88,12 @@ def test_squares_are_added_up_in_float64(shape, dtype):
     same(channel_squares(sliced)[0], squares)
 
 
+def test_squares_of_a_row_that_is_expanded_count_once_for_each_row():
+    row = torch.randn(1, 8)
+    squares, _ = channel_squares(row.expand(5, 8))
+    torch.testing.assert_close(squares, 5 * row[0].double().square(), rtol=1e-12, atol=0)
+
+
 @every_dtype
 def test_every_pattern_of_a_half_is_counted_once(dtype):
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
@@ -106,6 +113,7 @@ def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
 
 WITHOUT_NUMBA = """
 import sys
+import threading
 import torch
 from torch import nn
 from lightning_obs import CalibrationSession
@@ -121,6 +129,20 @@ def test_float32_weights_in_training_are_observed_without_the_memory_of_numba():
     without = ["W4A16", "W8A8", "FP8_BLOCK"]
     done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA, *without, "NVFP4A16"], capture_output=True, text=True)
     assert done.stdout.splitlines() == [*(f"{scheme} False" for scheme in without), "NVFP4A16 True"], done.stderr
+
+
+def test_a_loop_is_compiled_by_one_thread_for_each_format(monkeypatch):
+    monkeypatch.setattr(launch, "_ready", set())
+    monkeypatch.setattr(launch, "_compiling", threading.Lock())
+    were_locked = []
+
+    def loop(source, number_format):
+        were_locked.append(launch._compiling.locked())
+
+    source = launch.memory(torch.randn(8))
+    for number_format in ((1.0, None), (1.0, None), (1.0, (2, 3))):
+        launch.run(loop, source, number_format)
+    assert were_locked == [True, False, True]
 
 
 def test_a_loop_that_is_compiled_in_a_notebook_asks_for_no_widgets(monkeypatch):

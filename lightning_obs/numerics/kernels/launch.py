@@ -36,8 +36,8 @@ _PART = 1 << 22
 # From this many steps (values visited by a loop) on, starting Python threads takes less time than it saves.
 _WORTH = 1 << 26
 
-# Pairs of a loop and a dtype that this process has compiled or read from the cache.
-_ready: set[tuple[object, object]] = set()
+# A loop and the types of its arguments (_type_of), for all that this process has compiled or read from the cache.
+_ready: set[tuple[object, ...]] = set()
 _compiling = threading.Lock()
 
 
@@ -123,8 +123,9 @@ def memory(value: torch.Tensor) -> Any:
 def run(loop: Any, source: Any, *arguments: Any) -> Any:
     """Call ``loop(source, *arguments)`` and return its result; show a status line while it is compiled.
 
-    Called by the functions below and by ``search/numba_loop.py``, once for each part of their work, in any thread. The
-    first call for a dtype compiles the loop, or reads it from numba's cache, with a status line in the terminal; other
+    Called by the functions below and by ``search/numba_loop.py``, once for each part of their work, in any thread.
+    numba compiles a loop anew for other types of arguments: another dtype, another format, another exponent. The first
+    call with some types compiles the loop, or reads it from numba's cache, with a status line in the terminal; other
     threads wait.
 
     Args:
@@ -133,8 +134,7 @@ def run(loop: Any, source: Any, *arguments: Any) -> Any:
             ``search/lanes.py``).
         *arguments: the other arguments of the loop.
     """
-    memory_read = getattr(source, "bits", source)
-    kind = (loop, memory_read.dtype)
+    kind = (loop, _type_of((source, *arguments)))
     if kind in _ready:
         return loop(source, *arguments)
     with _compiling:
@@ -146,6 +146,15 @@ def run(loop: Any, source: Any, *arguments: Any) -> Any:
             result = loop(source, *arguments)
         _ready.add(kind)
     return result
+
+
+def _type_of(argument: Any) -> object:
+    """What numba tells apart of an argument: the class, of a tuple also its fields; of an array dtype and layout."""
+    if isinstance(argument, tuple):
+        return type(argument), *map(_type_of, argument)
+    if hasattr(argument, "dtype"):
+        return argument.dtype, argument.ndim, argument.flags.c_contiguous
+    return type(argument)
 
 
 def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: int = _WORTH) -> None:
@@ -230,7 +239,8 @@ def count_values(values: torch.Tensor) -> torch.Tensor:
 def channel_squares(rows: torch.Tensor) -> torch.Tensor:
     """Sum of squares of each column of ``(T, C)``, ``(C,)`` in float64.
 
-    Called by ``moments.channel_squares`` for each batch of the imatrix observers.
+    Called by ``moments.channel_squares`` for each batch of the imatrix observers, if neighbouring values of a row are
+    adjacent in memory. Rows may be any distance apart.
     """
     from lightning_obs.numerics.kernels import loops
 
@@ -240,9 +250,7 @@ def channel_squares(rows: torch.Tensor) -> torch.Tensor:
     sums_of_chunks = sums.split(widths)
 
     def work(chunk: torch.Tensor, chunk_sums: torch.Tensor) -> None:
-        columns = chunk.shape[1]
-        row_stride = chunk.stride(0)
-        run(loops.squares, memory(chunk), columns, row_stride, chunk_sums.numpy())
+        run(loops.squares, memory(chunk), *chunk.shape, chunk.stride(0), chunk_sums.numpy())
 
     in_threads(work, chunks, sums_of_chunks)
     return sums

@@ -151,13 +151,12 @@ def pattern_of(bits: Any) -> Any:
 
 
 @jit("contract")
-def squares(bits: Any, columns: int, stride: int, sums: Any) -> None:
-    """Add the squares of a matrix with ``columns`` columns to ``sums``, ``(columns,)`` in float64, column by column.
+def squares(bits: Any, rows: int, columns: int, stride: int, sums: Any) -> None:
+    """Add the squares of a matrix ``(rows, columns)`` to ``sums``, ``(columns,)`` in float64, column by column.
 
     ``launch.channel_squares`` calls it for each chunk of a batch of inputs. Neighbouring values of a row are adjacent
-    in memory, and rows are ``stride`` elements apart.
+    in memory, and rows are ``stride`` elements apart; 0: all rows are the same values, in an expanded tensor.
     """
-    rows = (bits.size - columns) // stride + 1
     for row in range(rows):
         start = row * stride
         piece = bits[start : start + columns]
