@@ -90,7 +90,8 @@ class LatticeObserver(MemorylessMSEObserver):
                 remedy="observe this tensor with memoryless_mse.",
             )
         if not can_be_signed(base_name, args):
-            observer_kwargs = {"signed": False, **observer_kwargs}
+            # The class's default is True. A value of the user's is kept: the base class refuses True.
+            observer_kwargs = {"signed": False, **args.observer_kwargs, **observer_kwargs}
         super().__init__(base_name, args, **observer_kwargs)
 
     @override

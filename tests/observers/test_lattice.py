@@ -142,3 +142,9 @@ def test_a_checkpoint_of_weights_on_a_grid_is_quantized_without_a_difference(tmp
     ids = torch.arange(12)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
+
+
+def test_signed_scales_in_a_format_without_them_are_refused():
+    args = ASYMMETRIC.model_copy(update={"observer_kwargs": {"signed": True}})
+    with pytest.raises(CalibrationError, match="signed scales are for weights in symmetric integer formats"):
+        observe(on_grid(args=ASYMMETRIC), args)
