@@ -74,14 +74,16 @@ class Registry(RegistryMixin):
     def register_value(cls, value: Any, name: str | None = None, alias: str | list[str] | None = None) -> None:
         """Register a class by name; the decorator ``@Observer.register("name")`` calls it.
 
-        If another class is registered under the name, the new class replaces it, with a warning.
+        If another class is registered under the name, the new class replaces it there, with a warning, and gets its
+        further names one after the other in the same way.
 
         Args:
             value: the class.
             name: the name of the observer; None: the name of the class.
             alias: further names for the class.
         """
-        key = standardize_lookup_name(name or value.__name__)
+        name = name or value.__name__
+        key = standardize_lookup_name(name)
         if key not in _registered_names(cls):
             super(Registry, _base_class(cls)).register_value(value, name=key, alias=alias)
             return
@@ -89,6 +91,8 @@ class Registry(RegistryMixin):
         if _full_name(current) != _full_name(value):
             warn(f"observer {name!r} is now {_full_name(value)}; it replaces {_full_name(current)}")
         cls._replacements[key] = value
+        for further in [alias] if isinstance(alias, str) else alias or []:
+            cls.register_value(value, further)
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> Any:
@@ -363,8 +367,9 @@ class Observer(Statistics, Registry):
 def combine_declared(observer: Observer, measured: Sequence[torch.Tensor], of_inputs: bool) -> None:
     """Combine the statistics of one tensor with an observer's statistics so far, as its class declares it.
 
-    Called by the observer's ``combine`` for each observed tensor, and for each observed input by ``observe_inputs`` and
-    :func:`observe_inputs_shared`.
+    A declared statistic for which ``measured`` has no value stays as it is, and further values are ignored: a user's
+    class may set statistics by itself. Called by the observer's ``combine`` for each observed tensor, and for each
+    observed input by ``observe_inputs`` and :func:`observe_inputs_shared`.
 
     Args:
         observer: its statistics are replaced by the combined ones.
@@ -408,7 +413,8 @@ def set_hyperparameters(observer: Observer, kwargs: dict[str, Any]) -> None:
 
     Raises:
         CalibrationError: the class itself declares ``hyperparameters``, and a name in ``kwargs`` is not among them or
-            those of its parents; a value is not of the default's type.
+            those of its parents; a value is no bool although the default is one; a value is neither a number nor None
+            although the default is a number. Other values are not checked here.
     """
     cls = type(observer)
     defaults = declared_hyperparameters(cls)

@@ -228,6 +228,13 @@ def test_a_class_registers_under_its_own_name():
 
 
 @pytest.mark.usefixtures("own_registry")
+def test_a_class_that_replaces_another_keeps_its_aliases():
+    with pytest.warns(CalibrationWarning, match=r"observer 'Minmax' is now .*Minmax; it replaces .*MinMax"):
+        Observer.register(alias=["biggest"])(type("Minmax", (Largest,), {}))
+    assert type(make("biggest")).__name__ == "Minmax"
+
+
+@pytest.mark.usefixtures("own_registry")
 def test_a_class_under_a_built_in_name_takes_its_place_and_says_so_once(recwarn):
     with pytest.warns(CalibrationWarning, match=r"observer 'minmax' is now .*Largest; it replaces .*MinMax") as said:
         Observer.register("minmax")(Largest)
