@@ -26,7 +26,8 @@ def finish(model: Any, names: Collection[str], output_names: Sequence[str]) -> N
     Products whose input has a dynamic range become products of integers. Pools and upsampling to the nearest value give
     integers if they read integers. Sums before layer norms are kept apart. 4-bit integers are stored in 4 bits. Nodes
     are named after modules, and outputs after what the model returns. Unused nodes and the exporter's notes are
-    removed. The computed numbers stay the same.
+    removed. The computed numbers stay the same up to the rounding of float32: folded batch norms and products of
+    integers multiply in another order.
 
     ``export_onnx`` calls it between tracing and saving.
 
@@ -62,7 +63,8 @@ def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
     A convolution ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
     convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. In channels with
     a negative factor, codes and zero points change their signs, so that scales are positive, as TensorRT requires. A
-    channel that holds the lowest code, which has no counterpart, keeps its signs and gets a negative scale.
+    channel that holds the lowest code, which has no counterpart, keeps its signs and gets a negative scale. What
+    TensorRT makes of such a channel was not tried.
 
     Args:
         graph: changed in place.
@@ -131,13 +133,15 @@ def _quantized_weight_of(conv: Any) -> Any:
 def _can_be_folded(batch_norm: Any, conv: Any, weight: Any) -> bool:
     """Whether a batch norm can be folded: all parameters are constants, and nothing else reads what changes.
 
+    The model may return a tensor that changes; then the batch norm stays, too.
+
     Args:
         batch_norm: the only node that may read the convolution's output.
         conv: the only node that may read the weight.
         weight: the DequantizeLinear node that makes the weight, and the only reader of its codes.
     """
     for value in (batch_norm.inputs[0], weight.outputs[0], weight.inputs[0]):
-        if len(value.uses()) != 1:
+        if len(value.uses()) != 1 or value.is_graph_output():
             return False
     parameters = [*batch_norm.inputs[1:], *weight.inputs, *conv.inputs[2:3]]
     return all(value.const_value is not None for value in parameters)
@@ -176,27 +180,36 @@ def _multiply_integers(graph: Any, product: Any) -> None:
     the bias is added. If the product stayed one of dequantized tensors, onnxruntime would quantize the input in another
     way (``MatMulNBits``).
 
+    A Linear's weight is traced as DequantizeLinear of the codes ``(out, in)``, a scale and a zero point for each output
+    channel or for the whole weight. A MatMul reads it through a Transpose, a Gemm with or without one (``transB``); the
+    product of integers reads the transposed codes in both cases. Before any tracing, an export refuses scales of groups
+    for such weights.
+
     Args:
         graph: changed in place.
-        product: a MatMul or Gemm. It stays if its input has a calibrated range or is in float.
+        product: a MatMul or Gemm. It stays if its input has a calibrated range or is in float, and if its weight is in
+            float.
     """
     dequantize = product.inputs[0].producer()
     quantize = None if dequantize is None else dequantize.inputs[0].producer()
     if quantize is None or quantize.op_type != "DynamicQuantizeLinear":
         return
     weight = product.inputs[1].producer()
-    if weight.op_type == "Transpose":
+    if weight is not None and weight.op_type == "Transpose":
         weight = weight.inputs[0].producer()
-    name = weight.inputs[0].name
-    codes, step, zero = [value.const_value.numpy() for value in weight.inputs]
-    transposed = _constant(graph, f"{name}_transposed", codes.T, np.int8)
+    if weight is None or weight.op_type != "DequantizeLinear":
+        return
+    codes, step, zero = weight.inputs
+    name = f"{codes.name}_transposed"
+    transposed = graph.initializers.get(name)  # it is there if a product before this one has the same weight
+    if transposed is None:
+        transposed = _constant(graph, name, codes.const_value.numpy().T, np.int8)
     integers = [quantize.outputs[0], transposed, quantize.outputs[2]]
-    if zero.any():
-        integers.append(_constant(graph, f"{name}_zero", zero, np.int8))
-    scales = _constant(graph, f"{name}_step", step, np.float32)
+    if zero.const_value.numpy().any():
+        integers.append(zero)
     accumulate = ir.node("MatMulInteger", integers)
     cast = ir.node("Cast", accumulate.outputs, {"to": ir.DataType.FLOAT})
-    scale = ir.node("Mul", [quantize.outputs[1], scales])
+    scale = ir.node("Mul", [quantize.outputs[1], step])
     nodes = [accumulate, cast, scale, ir.node("Mul", [cast.outputs[0], scale.outputs[0]])]
     if product.op_type == "Gemm" and len(product.inputs) > 2:
         nodes.append(ir.node("Add", [nodes[-1].outputs[0], product.inputs[2]]))
@@ -284,7 +297,7 @@ def _store_4_bit(graph: Any, names: Collection[str]) -> None:
 
 
 def _constant(graph: Any, name: str, array: Any, dtype: Any) -> Any:
-    """A new initializer of the graph."""
+    """A new initializer of the graph, of a name that is not in use."""
     tensor = ir.tensor(np.ascontiguousarray(array, dtype=dtype), name=name)
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

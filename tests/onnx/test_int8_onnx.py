@@ -632,6 +632,69 @@ def test_a_range_found_at_run_time_multiplies_integers(tmp_path, scheme, shape, 
     torch.testing.assert_close(output, expected, rtol=0, atol=0.01)
 
 
+class Twice(nn.Module):
+    """One Linear that is called twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, value):
+        return self.layer(self.layer(value))
+
+
+def test_products_of_one_weight_share_its_integers(tmp_path):
+    torch.manual_seed(0)
+    model = Twice().eval()
+    with CalibrationSession(model, ASYMMETRIC_WEIGHTS):
+        pass
+    x = torch.randn(5, 64)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, operations = run(tmp_path / "model.onnx", x)
+    assert not {"Gemm", "MatMul", "DequantizeLinear"} & operations.keys()
+    assert sum("_transposed" in value.name for value in onnx.load(tmp_path / "model.onnx").graph.initializer) == 1
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=0.02)
+
+
+def test_a_product_in_float_may_read_an_output_whose_range_is_found_at_run_time(tmp_path):
+    model = linears(bias=True)
+    activations = ASYMMETRIC_WEIGHTS["input_activations"]
+    with CalibrationSession(model[:1], {**ASYMMETRIC_WEIGHTS, "output_activations": activations}):
+        pass
+    model = nn.Sequential(model[0], model[2]).eval()
+    x = torch.randn(5, 64)
+    export_onnx(model, tmp_path / "model.onnx", x)
+    output, _ = run(tmp_path / "model.onnx", x)
+    with quantized(model), torch.no_grad():
+        torch.testing.assert_close(output, model(x), rtol=0, atol=0.02)
+
+
+class Tapped(nn.Module):
+    """A convolution and its batch norm, of which the model returns both outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        nn.init.constant_(self.norm.weight, 3)
+
+    def forward(self, image):
+        value = self.conv(image)
+        return value, self.norm(value)
+
+
+def test_a_batch_norm_stays_where_the_model_returns_what_it_reads(tmp_path):
+    scheme = {"weights": ASYMMETRIC_WEIGHTS["weights"], "input_activations": {"num_bits": 8, "symmetric": False}}
+    model, _ = calibrated(Tapped(), scheme, targets=["Conv2d"])
+    x = torch.randn(1, 3, 12, 12)
+    file = export_onnx(model, tmp_path / "model.onnx", x)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    outputs = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    with quantized(model), torch.no_grad():
+        for output, expected in zip(outputs, model(x), strict=True):
+            torch.testing.assert_close(torch.tensor(output), expected, rtol=0, atol=0.05)
+
+
 @pytest.mark.parametrize(
     ("scheme", "reason"),
     [
