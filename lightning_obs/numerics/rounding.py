@@ -98,7 +98,7 @@ def round_by_hessian(
     if outputs is not None:
         outputs = outputs.to(weight.device)
         rows = outputs.diagonal().argsort(descending=True, stable=True)
-        output_factor = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING)
+        output_factor = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING, of_gradients=True)
     grid = NumberGrid.of(args)
     zero_point = qparams.get("zero_point")
     global_scale = qparams.get("global_scale")
@@ -236,11 +236,18 @@ def corrected_target(
     return weight.float() + share * shift.float()
 
 
-def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
+def inverse_factor(hessian: torch.Tensor, damping: float, of_gradients: bool = False) -> torch.Tensor:
     """The upper Cholesky factor of the inverse of a damped Hessian, in float32; :func:`round_by_hessian` rounds by it.
 
-    All steps work in place on one float64 copy, to save memory. Raises a CalibrationError if the Hessian is not
-    positive definite.
+    All steps work in place on one float64 copy, to save memory.
+
+    Args:
+        hessian: the sums over the module's inputs, ``(C, C)``, or over the gradients at its outputs, ``(R, R)``.
+        damping: share of the mean of the diagonal that is added to the diagonal.
+        of_gradients: whether ``hessian`` is that of the gradients, for the error.
+
+    Raises:
+        CalibrationError: the damped Hessian is not positive definite.
     """
     damped = _damped(hessian, damping)
     del hessian  # the caller's may be a temporary
@@ -249,7 +256,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float) -> torch.Tensor:
     torch.cholesky_inverse(damped, out=damped)
     torch.linalg.cholesky_ex(damped, upper=True, out=(damped, failed[1]))
     if failed.any():
-        raise _not_positive(len(damped), damping)
+        raise _gradients_not_positive(len(damped)) if of_gradients else _not_positive(len(damped), damping)
     return damped.to(torch.float32, memory_format=torch.contiguous_format)
 
 
@@ -271,9 +278,18 @@ def _damped(hessian: torch.Tensor, damping: float) -> torch.Tensor:
 
 
 def _not_positive(columns: int, damping: float) -> CalibrationError:
-    """The error of a Hessian, with so many columns, that has no Cholesky factor."""
+    """The error of a Hessian of inputs, with so many columns, that has no Cholesky factor."""
     return CalibrationError(
         "the Hessian of the inputs is not positive definite",
         got=f"{columns} columns, damping={damping}",
         remedy=f"calibrate with more tokens, or raise damping ({max(1.0, 10 * damping):g}).",
+    )
+
+
+def _gradients_not_positive(outputs: int) -> CalibrationError:
+    """The error of the gradients' sums at so many outputs that have no Cholesky factor; their damping is fixed."""
+    return CalibrationError(
+        "the Hessian of the gradients at the module's outputs is not positive definite",
+        got=f"{outputs} outputs",
+        remedy="calibrate with more tokens, or leave out weigh_tokens.",
     )

@@ -140,6 +140,13 @@ def test_independent_outputs_change_nothing():
     assert (levels[0] == levels[1]).float().mean() > 0.999  # products of other shapes round otherwise
 
 
+def test_gradients_without_a_factor_are_named():
+    args, weight = FORMATS["int8 channels"], torch.randn(2, 2)
+    outputs = torch.tensor([[1.0, 4.0], [4.0, 1.0]])
+    with pytest.raises(CalibrationError, match=r"gradients at the module's outputs is not positive[\s\S]*weigh_tokens"):
+        round_by_hessian(weight, {"scale": torch.ones(2, 1)}, args, torch.eye(2), outputs)
+
+
 def test_a_hessian_that_is_not_positive_definite_is_an_error():
     args, weight = FORMATS["int8 channels"], torch.randn(2, 2)
     with pytest.raises(CalibrationError, match=r"not positive definite[\s\S]*damping"):
