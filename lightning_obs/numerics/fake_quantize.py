@@ -6,9 +6,10 @@ A *step* is the distance between neighbouring integer levels in the units of the
 the global scale.
 
 The forward has the bits of compressed-tensors' ``fake_quantize``, so training sees what the exported checkpoint gives.
-float8 calls that function. The other formats are computed here, because it is too slow for each weight in each
-training step: integers in place take a quarter of its time, and its cast to fp4 makes eight masked passes (on an
-accelerator the host waits for each). That function's result has no graph, so the gradient is defined here:
+float8, and any value or scale in float64, calls that function. Everything else is computed here, because it is too
+slow for each weight in each training step: integers in place take a quarter of its time, and its cast to fp4 makes
+eight masked passes (on an accelerator the host waits for each). That function's result has no graph, so the gradient is
+defined here:
 
 * **value**: the gradient passes unchanged where the value lies on the grid, and is zero where the value was clipped.
   The grid ends half a step beyond its last level, as values there still round to that level: compressed-tensors maps
@@ -21,7 +22,7 @@ The backward keeps one byte per value (inside or not); for a learned scale also 
 parameter and the next matmul keep alive anyway. A dynamic range clips nothing, so nothing is kept for it.
 
 The clip test compares the value with ``(bound - zero_point) * scale``, not ``value / scale + zero_point`` with the
-bound: this computes one small tensor per scale and saves another division of the whole value.
+bound: this computes two small tensors, with a number for each scale, and saves another division of the whole value.
 """
 
 from __future__ import annotations
@@ -161,10 +162,13 @@ def fake_quantize_dynamic(
     """
     if value.numel() == 0:
         return value
+    # compressed-tensors makes small tensors here: the host must not wait for their upload, and those that it keeps for
+    # the process must not be made in inference mode.
     with torch.no_grad(), no_upload(value.device):
         keep_range_readable(args, value.device)
         observed = value.detach()
-        scale, zero_point = compute_dynamic_scales_and_zp(observed, args, nn.Identity(), global_scale)
+        module = nn.Identity()  # compressed-tensors asks it for nothing here
+        scale, zero_point = compute_dynamic_scales_and_zp(observed, args, module, global_scale)
     if global_scale is not None:
         return fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     qparams = scale, zero_point, args, None
@@ -285,7 +289,7 @@ def _forward(value: torch.Tensor, qparams: _QParams, memory: torch.Tensor | None
     number = format_of(args)
     is_float8 = number is not None and number.dtype is not None
     computed_dtype = torch.promote_types(value.dtype, scale.dtype)
-    if is_float8 or computed_dtype == torch.float64:
+    if is_float8 or computed_dtype == torch.float64:  # float64 is rare, and NumberGrid rounds in float32
         keep_range_readable(args, value.device)
         return exact_fake_quantize(value, scale, zero_point, args, global_scale=global_scale)
     levels, step = _in_steps(value, qparams, memory)
@@ -311,7 +315,8 @@ def _in_steps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``value / step + zero_point``, not rounded yet, in the layout of :func:`_group`; and the step, which broadcasts.
 
-    The first result is written to ``memory``, which has the shape of the value, if it has the dtype of the step.
+    The first result is written to ``memory``, which has the shape of the value, if it has the dtype of the step and the
+    strategy is not block: blocks may need padding, for which ``memory`` has no room.
     """
     scale, zero_point, args, global_scale = qparams
     step = scale if global_scale is None else scale / global_scale
@@ -417,7 +422,12 @@ def _ungroup(grouped: torch.Tensor, shape: torch.Size, args: QuantizationArgs) -
 
 
 def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """A view of a parameter, one number per scale, that broadcasts against values in the layout of :func:`_group`."""
+    """A view of a parameter, one number per scale, that broadcasts against values in the layout of :func:`_group`.
+
+    A grouped parameter is ``(R, C/g)`` for a weight, and ``(..., C/g)`` for the dynamic range of an activation. A
+    parameter with one dimension is taken as a column ``(R, 1)``, as in compressed-tensors. So calibrated scales of an
+    activation, ``(C/g,)``, fit neither here nor there; a plan refuses them.
+    """
     if args.strategy in _GROUPED:
         if scale.ndim <= 1:
             scale = scale.reshape(-1, 1)
@@ -428,9 +438,10 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
 
 def elementwise(parameter: torch.Tensor, weight: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
-    """Expand a quantization parameter to the shape of a weight: for each element ``(R, C)``, the number of its scale.
+    """Expand a quantization parameter, which has a number per scale, to the shape ``(R, C)`` of a weight.
 
-    Called by :func:`dequantize`, and by ``rounding.py`` before it rounds a weight.
+    Each element gets the parameter of the scale that covers it. Called by :func:`dequantize`, and by ``rounding.py``
+    before it rounds a weight.
     """
     grouped = _group(weight, args)
     expanded = _broadcastable(parameter, args).expand_as(grouped)
@@ -455,10 +466,10 @@ def quantize(
     *,
     global_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The codes ``(R, C)`` of the numbers nearest to a weight: int8, float8, or the four bits of E2M1 in int8.
+    """Round a weight to nearest and return its codes ``(R, C)``: int8, float8, or the four bits of E2M1 in int8.
 
-    Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, and by
-    ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
+    Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, by ``model/stored.py`` for
+    files of other formats, and by ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
     """
     grid = NumberGrid.of(args)
     qparams = scale, zero_point, args, global_scale
@@ -510,7 +521,8 @@ def dequantize(
     """The weight ``(R, C)`` in float32 that the levels of a grid stand for; ``scale`` gets a gradient.
 
     Called for a weight that GPTQ rounded, whose levels are fixed: by the quantized forward, by export
-    (``checkpoint/entries.py``), and by ``calibration/fit_errors.py`` to estimate the weight's error.
+    (``checkpoint/entries.py``, and ``model/stored.py`` for files of other formats), and by
+    ``calibration/fit_errors.py`` to estimate the weight's error.
     """
     step = scale.float()
     if global_scale is not None:

@@ -370,6 +370,12 @@ def check_targets(model: nn.Module, targets: list[PlannedModule]) -> None:
         "an Embedding's input is token indices and cannot be quantized",
         remedy="give embeddings a weight-only group of their own.",
     )
+    refuse(
+        _names(filter(_has_static_groups, targets)),
+        "an activation with a calibrated scale per group, which compressed-tensors cannot apply to more than one token",
+        expected="scales per group that are computed at run time",
+        remedy="`dynamic: true` (of strategy tensor_group: `dynamic: local`), or the strategy tensor.",
+    )
     _check_weights(_with_weights(targets))
     _check_shared(model, _with_weights(targets))
     _check_group_sizes(targets)
@@ -389,6 +395,15 @@ def _is_quantized(target: PlannedModule) -> bool:
 def _has_quantized_indices(target: PlannedModule) -> bool:
     """Whether the scheme quantizes inputs of a module that reads token indices."""
     return kind_of(target.module).reads_indices and target.scheme.input_activations is not None
+
+
+def _has_static_groups(target: PlannedModule) -> bool:
+    """Whether the scheme quantizes an input or output by calibrated scales, one for each group of columns."""
+    for base_name in ("input", "output"):
+        args = target.args.get(base_name)
+        if args is not None and args.strategy in ("group", "tensor_group") and args.dynamic is False:
+            return True
+    return False
 
 
 def _check_weights(weighted: Sequence[PlannedModule]) -> None:

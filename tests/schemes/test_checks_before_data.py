@@ -106,8 +106,14 @@ def already_compressed():
             {"targets": "ConvTranspose2d"},
             r"has no weight matrix to quantize: 0 \(ConvTranspose2d\)",
         ),
+        (
+            nn.Sequential(nn.Linear(8, 4)),
+            {"weights": {"num_bits": 8}, "input_activations": {"num_bits": 8, "strategy": "group", "group_size": 4}},
+            {},
+            r"a calibrated scale per group.*: 0.*`dynamic: true`",
+        ),
     ],
-    ids=["Embedding input", "out_proj", "compressed", "LayerNorm", "ReLU", "grouped ConvTranspose"],
+    ids=["Embedding input", "out_proj", "compressed", "LayerNorm", "ReLU", "grouped ConvTranspose", "static groups"],
 )
 def test_a_module_that_cannot_be_quantized_is_refused(model, scheme, options, message):
     with pytest.raises(CalibrationError, match=message):
