@@ -28,8 +28,9 @@ from lightning_obs.errors import CalibrationError
 _CPU_BLOCK = (256, 2048)
 #: on an accelerator: few, large operations of 64 MB
 _BLOCK = (1024, 16384)
-#: the largest difference of two logits [nats]; an infinite difference (one model excludes a class) is replaced by it
-_MOST = 1e4
+#: what replaces an infinite difference of two logits [nats], where one model excludes a class: far more than usual
+#: differences of finite logits, which are not limited, and small enough that sums stay finite in float32
+_FOR_INFINITE = 1e4
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,8 @@ class _RowSums:
             exponentials, shrinkage = sums.teacher.add(teacher_logits, classes.start)
             sums.student.add(student_logits, classes.start)
             difference = teacher_logits - student_logits
-            difference.nan_to_num_(nan=0.0, posinf=_MOST, neginf=-_MOST)  # inf - inf; a NaN logit still shows in totals
+            # NaN is inf - inf: both models exclude the class. A NaN logit still shows in the totals.
+            difference.nan_to_num_(nan=0.0, posinf=_FOR_INFINITE, neginf=-_FOR_INFINITE)
             sums.difference = sums.difference * shrinkage + exponentials.mul_(difference).sum(-1)
         assert sums is not None
         return sums

@@ -28,6 +28,8 @@ _NARROW = (torch.bfloat16, torch.float16)
 #: how far an empty intersection may be from touching, in units of the step times ``roundoff``: it allows for values
 #: that were rounded once more than the intervals assume
 _SLACK = 1.0
+#: with a tolerance above a quarter of a step, half of all numbers would count as integers
+_TELLING_DISTANCE = 0.25
 
 
 class Lattice(NamedTuple):
@@ -35,9 +37,10 @@ class Lattice(NamedTuple):
 
     Attributes:
         step: distance of neighbouring numbers; negative where a symmetric format can hold the integers only with
-            opposite signs; 0 where the values lie on no grid.
+            opposite signs; 0 where the values lie on no grid, and where all of them are zero.
         lowest: the integer n for which the format's lowest code stands.
-        exact: whether integer times step, in the dtype of the values, gives back every value bit for bit.
+        exact: whether integer times step, in the dtype of the values, gives back every value bit for bit; True where
+            all values are zero.
     """
 
     step: torch.Tensor
@@ -89,11 +92,14 @@ def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roun
     is_open = magnitude[:, 0] > 0
     levels = 2**args.num_bits
     largest = levels // 2 if args.symmetric else levels - 1
+    # How far a ratio times k may be from its integer, over k. Value and largest value are rounded once each, some once
+    # more (_SLACK): three times roundoff. The quotient and the product here are rounded to half an eps each; four eps
+    # leave room.
+    relative_tolerance = 3 * roundoff + 4 * torch.finfo(values.dtype).eps
     for k in range(1, largest + 1):
-        if 12 * roundoff * k > 1:  # values are rounded by so large a part of a step that any value would fit
+        if 3 * roundoff * k > _TELLING_DISTANCE:
             break
-        # Both the value and the row's largest value, by which it is divided, are rounded.
-        tolerance = k * (3 * roundoff + 4 * torch.finfo(values.dtype).eps)
+        tolerance = k * relative_tolerance
         may_fit = is_open & (_distance_to_integers(first_ratios * k) <= tolerance)
         candidates = may_fit.nonzero()[:, 0]
         in_steps = ratios[candidates] * k

@@ -21,8 +21,10 @@ from lightning_obs.numerics.search.rows import Rows
 _TILE = 1 << 17
 # Errors of pairs of a candidate and a row that are in memory at once.
 _ERRORS = 1 << 21
-# Below 32,768 elements torch runs an elementwise operation on one thread; a multiple of 64 below it.
-_SERIAL = (1 << 15) - 64
+# Elements of one step of torch's vectorised loops: four vectors of AVX-512, and a multiple of the steps of other CPUs.
+_STEP = 64
+# Below 32,768 elements torch runs an elementwise operation on one thread; the largest number of whole steps below it.
+_SERIAL = (1 << 15) - _STEP
 
 
 def measure(
@@ -99,7 +101,7 @@ def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor
     (:func:`_raise_to`), the vectorised loop computes all errors.
     """
     count = candidates * values.numel()
-    padded = values.new_empty(count + -count % 64)
+    padded = values.new_empty(count + -count % _STEP)
     return padded, padded[:count].view(candidates, *values.shape)
 
 
