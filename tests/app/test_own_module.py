@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
@@ -123,6 +124,40 @@ def test_the_command_of_a_multirun_has_the_folder_of_its_configs():
     config = OmegaConf.create({"hydra": {"runtime": runtime, "overrides": {"task": ["scheme=fp8,w8a8"]}}})
     command = "python -m lightning_obs --multirun --config-dir=/mine scheme=fp8,w8a8"
     assert _multirun_command(config) == command
+
+
+class Adapted(Two):
+    """Has adapters, and takes no argument that loads others."""
+
+    def __init__(self, learning_rate=0.1):
+        super().__init__()
+        self.learning_rate = learning_rate
+        self.model = peft.get_peft_model(self.net, peft.LoraConfig(target_modules=["0"]))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.learning_rate)
+
+
+class TrainedOn(Points):
+    """Has batches to train on, too."""
+
+    def __init__(self, train_batches=2):
+        super().__init__(train_batches)
+
+    train_dataloader = Points.val_dataloader
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning: no validation in this fit, few workers
+def test_adapters_of_a_module_of_ones_own_are_trained_and_written(composed, tmp_path, capsys):
+    words = [word for word in words_of("Adapted") if not word.startswith(("module", "scheme", "ignore", "+data"))]
+    data = f"+data._target_={__name__}.TrainedOn"
+    folder = f"export.folder={tmp_path / 'adapters'}"
+    run(composed(*words, data, "task=lora", "data.train_batches=2", "trainer.max_steps=2", folder, tiny=False))
+    assert (tmp_path / "adapters" / "adapter_config.json").is_file()
+    assert "loaded again" not in capsys.readouterr().out
 
 
 METRICS = ("perplexity", "accuracy")
