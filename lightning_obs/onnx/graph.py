@@ -64,7 +64,8 @@ def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
     convolution with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. In channels with
     a negative factor, codes and zero points change their signs, so that scales are positive, as TensorRT requires. A
     channel that holds the lowest code, which has no counterpart, keeps its signs and gets a negative scale. What
-    TensorRT makes of such a channel was not tried.
+    TensorRT makes of such a channel was not tried. A channel whose scale would become 0 (a ``gamma`` of 0) keeps its
+    scale, and all its codes become the zero point.
 
     Args:
         graph: changed in place.
@@ -85,11 +86,16 @@ def _fold(graph: Any, batch_norm: Any, names: Collection[str]) -> None:
     stored_codes = weight.inputs[0]
     codes = stored_codes.const_value.numpy()
     sign = _signs(factor, codes, zero_points, lowest=-8 if stored_codes.name in names else -128)
-    if (sign < 0).any():
-        codes = np.ascontiguousarray(codes * sign.reshape(-1, *[1] * (codes.ndim - 1)), dtype=np.int8)
-        stored_codes.const_value = ir.tensor(codes, name=stored_codes.name)
     zero_points = zero_points * sign
-    scale = sign * factor * scale
+    folded_scale = sign * factor * scale
+    is_off = np.abs(folded_scale) < np.finfo(np.float32).tiny
+    if (sign < 0).any() or is_off.any():
+        by_channel = (-1, *[1] * (codes.ndim - 1))
+        signed_codes = codes * sign.reshape(by_channel)
+        codes = np.where(is_off.reshape(by_channel), zero_points.reshape(by_channel), signed_codes)
+        codes = np.ascontiguousarray(codes, dtype=np.int8)
+        stored_codes.const_value = ir.tensor(codes, name=stored_codes.name)
+    scale = np.where(is_off, scale, folded_scale)
     weight.replace_input_with(1, _constant(graph, f"{batch_norm.name}_scale", scale, np.float32))
     weight.replace_input_with(2, _constant(graph, f"{batch_norm.name}_zero", zero_points, np.int8))
     weight.attributes["axis"] = ir.AttrInt64("axis", 0)

@@ -49,7 +49,8 @@ class _QuantizedWeight(NamedTuple):
         """Return the weight times a factor for each output channel; ``_fold`` multiplies a batch norm into it.
 
         Kernels take only positive scales. So in channels with a negative factor, codes and zero points change their
-        signs, and the scale is multiplied by the factor's absolute value.
+        signs, and the scale is multiplied by the factor's absolute value. A channel whose scale would become 0 (a batch
+        norm with a ``gamma`` of 0) keeps its scale, and all its codes become the zero point.
 
         Args:
             factor: ``(channels,)`` in float64.
@@ -66,9 +67,14 @@ class _QuantizedWeight(NamedTuple):
         ones = [1] * (self.codes.ndim - 1)
         sign_of_rows = sign.reshape(-1, *ones)
         codes = self.codes * sign_of_rows.to(self.codes.dtype)
-        scales = factor.abs() * self.scales.double()
         zero_points = self.zero_points * sign
-        return _QuantizedWeight(codes, scales.float(), zero_points)
+        wide_scales = factor.abs() * self.scales.double()
+        scales = wide_scales.float()
+        is_off = scales < torch.finfo(torch.float32).tiny
+        zero_of_rows = zero_points.reshape(-1, *ones).to(codes.dtype)
+        codes = torch.where(is_off.reshape(-1, *ones), zero_of_rows, codes)
+        scales = torch.where(is_off, self.scales, scales)
+        return _QuantizedWeight(codes, scales, zero_points)
 
 
 def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
@@ -76,19 +82,26 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
 
     A product ``W x + b`` with ``W = scale * (codes - zero)`` before a batch norm ``factor (y - mean) + beta`` is a
     product with ``scale' = factor * scale``, ``b' = factor (b - mean) + beta`` and the same codes. The batch
-    norm stays where :meth:`_QuantizedWeight.times` gives None.
+    norm stays where :meth:`_QuantizedWeight.times` gives None, where it takes the statistics of its batch, and where
+    one of the numbers is computed in the graph. :func:`finish` calls it for each batch norm of the graph.
     """
     product = batch_norm.args[0]
     if not isinstance(product, fx.Node) or not _is_product(product) or len(product.users) != 1:
         return
     dequantize = product.args[1]
     weight = _quantized_weight(graph_module, dequantize)
-    gamma, beta, mean, variance = [_tensor(graph_module, argument) for argument in batch_norm.args[1:5]]
+    # batch_norm(input, gamma, beta, mean, variance, training, momentum, epsilon, ...)
+    parameters = batch_norm.args[1:5]
+    takes_statistics_of_batch = batch_norm.args[5]
+    epsilon: Any = batch_norm.args[7]
+    has_bias = len(product.args) > 2
+    bias_argument = product.args[2] if has_bias else None
+    if takes_statistics_of_batch or any(_is_computed(argument) for argument in (*parameters, bias_argument)):
+        return
+    gamma, beta, mean, variance = [_tensor(graph_module, argument) for argument in parameters]
     if weight is None or mean is None or variance is None:
         return
     assert isinstance(dequantize, fx.Node)
-    # batch_norm(input, gamma, beta, mean, variance, training, momentum, epsilon, ...)
-    epsilon: Any = batch_norm.args[7]
     factor = 1 / (variance.double() + epsilon).sqrt()
     if gamma is not None:
         factor = factor * gamma.double()
@@ -98,8 +111,7 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     if folded is None:
         return
     bias = -factor * mean.double()
-    has_bias = len(product.args) > 2
-    earlier_bias = _tensor(graph_module, product.args[2]) if has_bias else None
+    earlier_bias = _tensor(graph_module, bias_argument)
     if earlier_bias is not None:
         bias = bias + factor * earlier_bias.double()
     if beta is not None:
@@ -163,8 +175,13 @@ def _calls(node: Any, operation: Any) -> bool:
 # ---------------------------------------------------------------------- constants
 
 
+def _is_computed(argument: Any) -> bool:
+    """Whether an argument of a call is a tensor that the graph computes, or an input of the graph."""
+    return isinstance(argument, fx.Node) and argument.op != "get_attr"
+
+
 def _tensor(graph_module: fx.GraphModule, argument: Any) -> torch.Tensor | None:
-    """The tensor of a ``get_attr`` node; None if the argument is no constant."""
+    """The tensor of a ``get_attr`` node; None if the argument is no constant (:func:`_is_computed`) or None."""
     if not isinstance(argument, fx.Node) or argument.op != "get_attr":
         return None
     path, _, name = str(argument.target).rpartition(".")

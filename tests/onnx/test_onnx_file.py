@@ -158,6 +158,22 @@ def test_weights_are_stored_as_integers_and_nothing_beside_them(tmp_path):
     assert sum(node.op_type == "BatchNormalization" for node in nodes) == 1  # behind the transposed convolution
 
 
+def test_a_channel_that_a_batch_norm_switches_off_keeps_a_positive_scale(tmp_path):
+    class SwitchedOff(Norms):
+        def __init__(self):
+            super().__init__()
+            nn.init.zeros_(self.first[1].weight[2:4])
+
+    x = torch.randn(2, 3, 9, 9)
+    model = calibrated(SwitchedOff, x, CASES["int8"][1])
+    file = export_onnx(model, tmp_path / "model.onnx", x)
+    scales = [onnx.numpy_helper.to_array(value) for name, value in initializers(file).items() if "_scale" in name]
+    assert len(scales) == 2
+    assert all((scale != 0).all() for scale in scales)
+    with torch.no_grad(), quantized(model):
+        torch.testing.assert_close(run(file, x, optimized=False), model(x), atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_weights_of_4_bits_are_stored_in_4_bits(tmp_path):
     x = torch.randint(0, 50, (2, 7))

@@ -189,6 +189,51 @@ def test_a_batch_norm_stays_where_a_code_has_no_counterpart(tmp_path):
     torch.testing.assert_close(program.module()(x), outputs_of(model, x)[1], atol=1e-6, rtol=1e-5)
 
 
+def test_a_channel_that_a_batch_norm_switches_off_keeps_a_positive_scale(tmp_path):
+    x = torch.randn(4, 3, 9, 9)
+    model = Norms()
+    nn.init.zeros_(model.first[1].weight[2:4])
+    nn.init.ones_(model.first[1].weight[4:])
+    calibrated(model, x, CASES["inputs"][1])
+    x = torch.randn_like(x)
+    program = torch.export.load(export_program(model, tmp_path / "m.pt2", x))
+    tensors = {**program.state_dict, **program.constants}
+    assert all(bool((value > 0).all()) for name, value in tensors.items() if name.endswith("_step"))
+    torch.testing.assert_close(program.module()(x), outputs_of(model, x)[1], atol=1e-6, rtol=1e-5)
+
+
+class Normed(nn.Module):
+    """A convolution and a batch norm that takes statistics of its batch, or whose beta is computed."""
+
+    def __init__(self, *, training, computed):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        nn.init.uniform_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.bias, 1, 2)
+        self.training_of_norm = training
+        self.computed = computed
+
+    def forward(self, image):
+        norm = self.norm
+        beta = norm.bias.exp() if self.computed else norm.bias
+        value = self.conv(image)
+        return nn.functional.batch_norm(
+            value, norm.running_mean, norm.running_var, norm.weight, beta, self.training_of_norm
+        )
+
+
+@pytest.mark.parametrize("how", [{"training": True, "computed": False}, {"training": False, "computed": True}])
+def test_a_batch_norm_stays_whose_parameters_are_no_constants(how, tmp_path):
+    x = torch.randn(2, 3, 9, 9)
+    model = calibrated(Normed(**how), x, CASES["inputs"][1])
+    x = torch.randn_like(x)
+    program = torch.export.load(export_program(model, tmp_path / "m.pt2", x))
+    assert "aten.batch_norm.default" in operations(program)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    torch.testing.assert_close(program.module()(x), expected, atol=1e-5, rtol=1e-5)
+
+
 class Reused(nn.Module):
     """What the convolution gives is read by the batch norm and beside it."""
 
