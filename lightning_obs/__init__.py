@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_obs.choice.mixed_precision import mixed_precision
     from lightning_obs.choice.observer_choice import choose_observers
     from lightning_obs.choice.sensitivity import sensitivity
+    from lightning_obs.choice.smoothing import SmoothedInput, smooth_inputs
     from lightning_obs.errors import CalibrationError, CalibrationWarning
     from lightning_obs.forward.linear_attention import linearize_attention
     from lightning_obs.forward.linear_recurrent import linearize_recurrent
@@ -49,6 +50,7 @@ _HOME = {
     "Observer": "lightning_obs.observers",
     "OnnxMeasurement": "lightning_obs.onnx.measured_file",
     "QuantizationAwareTraining": "lightning_obs.callbacks.quantization_aware_training",
+    "SmoothedInput": "lightning_obs.choice.smoothing",
     "calibrate_layerwise": "lightning_obs.streaming.layerwise",
     "choose_observers": "lightning_obs.choice.observer_choice",
     "export_checkpoint": "lightning_obs.checkpoint.export",
@@ -65,6 +67,7 @@ _HOME = {
     "quantize_checkpoint": "lightning_obs.streaming.checkpoint_weights",
     "quantized": "lightning_obs.forward.quantized_forward",
     "sensitivity": "lightning_obs.choice.sensitivity",
+    "smooth_inputs": "lightning_obs.choice.smoothing",
 }
 
 __all__ = [
@@ -78,6 +81,7 @@ __all__ = [
     "Observer",
     "OnnxMeasurement",
     "QuantizationAwareTraining",
+    "SmoothedInput",
     "calibrate_layerwise",
     "choose_observers",
     "export_checkpoint",
@@ -94,6 +98,7 @@ __all__ = [
     "quantize_checkpoint",
     "quantized",
     "sensitivity",
+    "smooth_inputs",
 ]
 
 

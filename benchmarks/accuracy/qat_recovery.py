@@ -3,9 +3,10 @@
     python benchmarks/accuracy/qat_recovery.py --model $(python benchmarks/accuracy/unquantized_model.py)
     python benchmarks/accuracy/qat_recovery.py --rows "w4a16 model.learning_rate=5e-4" "nvfp4 recipe=fast" --device cuda
 
-A row is a recipe, ``w4a16`` for ``experiment=qat_w4a16``, with Hydra overrides behind it. Each prints two lines of a
-Markdown table: how far the loss of the next token [nats] is above the unquantized model's after calibration alone, and
-after fine-tuning with the share of the loss that came back. Three texts are held out (``held_out_texts.py``: one of the
+A row is a recipe, ``w4a16`` for ``experiment=qat_w4a16``, with Hydra overrides behind it. Each prints two or three
+lines of a Markdown table: how far the loss of the next token [nats] is above the unquantized model's after calibration
+alone, after calibration with smooth inputs where the recipe says ``smooth``, and after fine-tuning; with the share of
+the loss that came back. Three texts are held out (``held_out_texts.py``: one of the
 kind that is trained on, two of other kinds); the fourth is what was trained on.
 
 Training also teaches the text, so that more than 100 % of the loss can come back on text of the kind trained on.
@@ -63,7 +64,8 @@ class Recovery:
 
     Attributes:
         original: of the unquantized model.
-        calibrated: before training.
+        calibrated: before training, with inputs as they are.
+        smoothed: before training, with smooth inputs (``smooth=true``); None: the row smooths none.
         tuned: afterwards.
         seconds: of the calibration and of the training.
         steps: of the training.
@@ -71,6 +73,7 @@ class Recovery:
 
     original: BlockLosses
     calibrated: BlockLosses
+    smoothed: BlockLosses | None
     tuned: BlockLosses
     seconds: tuple[float, float]
     steps: int
@@ -79,22 +82,23 @@ class Recovery:
         """How far the loss is above the unquantized model's, over the blocks of a text [nats]."""
         return Estimate.of((losses[text] - self.original[text]).tolist())
 
-    def recovered(self, text: str) -> float:
-        """The share of the loss that training brought back on a text."""
-        return 1 - self.growth(self.tuned, text).mean / self.growth(self.calibrated, text).mean
+    def recovered(self, losses: BlockLosses, text: str) -> float:
+        """The share of the calibration's loss that came back on a text."""
+        return 1 - self.growth(losses, text).mean / self.growth(self.calibrated, text).mean
 
     def lines(self, row: str) -> list[str]:
         """Two lines of the table."""
-        calibrated = []
-        tuned = []
-        for text in self.original:
-            calibrated.append(str(self.growth(self.calibrated, text)))
-            tuned.append(f"{self.growth(self.tuned, text)} ({self.recovered(text):.0%})")
         calibration_seconds, training_seconds = self.seconds
-        return [
-            table_line(f"`{row}`, calibrated", *calibrated, f"{calibration_seconds:.0f} s"),
-            table_line(f"`{row}`, {self.steps} steps", *tuned, f"{training_seconds:.0f} s"),
-        ]
+        calibrated = [str(self.growth(self.calibrated, text)) for text in self.original]
+        lines = [table_line(f"`{row}`, calibrated", *calibrated, f"{calibration_seconds:.0f} s")]
+        if self.smoothed is not None:
+            lines.append(table_line(f"`{row}`, smoothed", *self._with_shares(self.smoothed), ""))
+        tuned = self._with_shares(self.tuned)
+        return [*lines, table_line(f"`{row}`, {self.steps} steps", *tuned, f"{training_seconds:.0f} s")]
+
+    def _with_shares(self, losses: BlockLosses) -> list[str]:
+        """The growth on each text, and the share that came back."""
+        return [f"{self.growth(losses, text)} ({self.recovered(losses, text):.0%})" for text in self.original]
 
 
 def main() -> None:
@@ -138,17 +142,26 @@ def measure(row: str, common: Sequence[str], eval_batches: int) -> Recovery:
         eval_batches: blocks of each text.
     """
     recipe, *overrides = row.split()
-    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
-        composed = [f"experiment=qat_{recipe}", *common, f"data.eval_batches={eval_batches}", *overrides]
-        config = compose("config", overrides=[*composed, "output_dir=unused"])
-    task = Finetune(config)
-    task.check()
+    words = [f"experiment=qat_{recipe}", *common, f"data.eval_batches={eval_batches}", *overrides]
+    task = checked_task(words)
     texts = texts_of(task.job.data, eval_batches)
     original = losses(task, texts)
+    smoothed = None
+    if task.config.smooth:
+        plain_task = checked_task([*words, "smooth=false"])
+        plain_task.calibrate()
+        calibrated = quantized_losses(plain_task, texts)
+        del plain_task
+        gc.collect()
     started = clock(task)
+    if task.config.smooth:
+        task.smooth()
     task.calibrate()
     calibrating = clock(task) - started
-    calibrated = quantized_losses(task, texts)
+    if task.config.smooth:
+        smoothed = quantized_losses(task, texts)
+    else:
+        calibrated = quantized_losses(task, texts)
     started = clock(task)
     task.train()
     training = clock(task) - started
@@ -156,7 +169,15 @@ def measure(row: str, common: Sequence[str], eval_batches: int) -> Recovery:
     steps = task.steps
     del task
     gc.collect()
-    return Recovery(original, calibrated, tuned, (calibrating, training), steps)
+    return Recovery(original, calibrated, smoothed, tuned, (calibrating, training), steps)
+
+
+def checked_task(words: Sequence[str]) -> Finetune:
+    """The task of these overrides, with model and data loaded."""
+    with initialize_config_dir(config_dir=str(config_dir()), version_base="1.3"):
+        task = Finetune(compose("config", overrides=[*words, "output_dir=unused"]))
+    task.check()
+    return task
 
 
 def texts_of(data: Any, eval_batches: int) -> Texts:
@@ -207,8 +228,9 @@ def verdict_of(recipe: str, recovery: Recovery) -> str:
     missed = []
     for text in recovery.original:
         goal = same_kind if text in (SAME_KIND, TRAINED_ON) else other_kind
-        if recovery.recovered(text) < goal:
-            missed.append(f"{recovery.recovered(text):.0%} on {text}, less than {goal:.0%}")
+        share = recovery.recovered(recovery.tuned, text)
+        if share < goal:
+            missed.append(f"{share:.0%} on {text}, less than {goal:.0%}")
     goals = f"{recipe}: the goal is {same_kind:.0%} on text of the kind trained on and {other_kind:.0%} on other kinds"
     return f"{goals}; missed: {'; '.join(missed)}" if missed else f"{goals}; reached"
 

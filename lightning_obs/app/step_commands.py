@@ -173,6 +173,7 @@ _CHANGES = {
     "export": _Change(["export=checkpoint"], keys=["export.folder"]),
     "measure": _Change(["evaluate=true"]),
     "observers": _Change(["task=observers"], groups=["task", "observer"], keys=["data.train_batches", "budget"]),
+    "smooth": _Change(["smooth=true"]),
     "rounding": _Change(["recipe=accurate"], groups=["weight_observer", "rounding", "recipe"]),
     "without_data": _Change(["recipe=fast"], groups=["weight_observer", "rounding", "recipe"]),
     "fine_tune": _Change(["task=finetune"], groups=["task"], keys=["budget"]),

@@ -8,14 +8,12 @@ random numbers as they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -28,7 +26,7 @@ from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.eager import run_eagerly, unfused
-from lightning_obs.forward.extra_runs import left_as_it_was
+from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import shares_in_float
 
@@ -67,7 +65,7 @@ def calibrate_on_quantized_inputs(
     model = observation.model
     observation.skipped = set()
     observation.calls.is_paused = False  # the callback may have paused it for the last batches of the user's run
-    with left_as_it_was(model), _without_caches(model):
+    with left_as_it_was(model), without_caches(model):
         blocks, size = _blocks_that_run_alone(observation, batches)
         batches = _that_fit(batches, size)
         stepwise = StepwiseCalibration(observation, blocks, batches, _device_of(model), token_weights)
@@ -102,7 +100,7 @@ def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: O
     """
     model = observation.model
     observation.calls.is_paused = False
-    with on_all_ranks(observation.collectives), left_as_it_was(model), _without_caches(model):
+    with on_all_ranks(observation.collectives), left_as_it_was(model), without_caches(model):
         hooks.attach(count_calls=False)
         try:
             for index in range(len(kept_calls)):
@@ -168,21 +166,6 @@ def _that_fit(batches: Batches, size: int) -> Batches:
         "in a quarter of the memory. The others are not observed."
     )
     return _FirstBatches(batches, most)
-
-
-@contextmanager
-def _without_caches(model: nn.Module) -> Iterator[None]:
-    """Set ``use_cache=False`` in the configs of transformers models inside the ``with`` block.
-
-    A block run by itself would otherwise fill key-value caches that no later block reads.
-    """
-    configs: list[Any] = []
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "use_cache") and not any(config is known for known in configs):
-            configs.append(config)
-    with patch_attrs(configs, "use_cache", [False] * len(configs)):
-        yield
 
 
 def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[Blocks, int]:

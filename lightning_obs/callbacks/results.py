@@ -21,6 +21,7 @@ from lightning_obs.callbacks.quantized_validation import quantized_name
 from lightning_obs.callbacks.trainable import can_train
 from lightning_obs.callbacks.trainer_session import TrainerSession, require_forward
 from lightning_obs.checkpoint.export import export_checkpoint
+from lightning_obs.choice.smoothing import can_smooth
 from lightning_obs.errors import refuse_unknown, require_bool
 from lightning_obs.gguf.gguf_file import export_gguf
 from lightning_obs.model.weight import in_shards, reshard
@@ -328,6 +329,8 @@ class Results:
         session = self.trainer_session.require_calibrated()
         if step.name in ("leave_out", "token_scales", "rounding", "without_data"):
             return takes_options(session, step.changes)
+        if step.name == "smooth":
+            return session.collectives.size == 1 and can_smooth(session.model)
         if step.name in ("export", "serve", "load", "budget", "untrained"):
             return True
         if self._require_exportable is not None:  # the callback trains the model

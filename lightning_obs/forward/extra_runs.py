@@ -10,9 +10,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
 
 from lightning_obs.forward.calls import in_evaluation_mode
@@ -88,3 +90,19 @@ def _accelerators_of(model: nn.Module) -> set[torch.device]:
     if dispatched_to is not None:
         devices.add(dispatched_to)
     return {device for device in devices if device.type not in ("cpu", "meta", "mps")}
+
+
+@contextmanager
+def without_caches(model: nn.Module) -> Iterator[None]:
+    """Set ``use_cache=False`` in the configs of transformers models inside the ``with`` block.
+
+    Entered where a module of a model runs by itself or twice (quantized inputs, smoothing): it would otherwise fill
+    key-value caches that nothing reads.
+    """
+    configs: list[Any] = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if hasattr(config, "use_cache") and not any(config is known for known in configs):
+            configs.append(config)
+    with patch_attrs(configs, "use_cache", [False] * len(configs)):
+        yield

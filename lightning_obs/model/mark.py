@@ -106,6 +106,8 @@ class Mark:
     fsdp_places: dict[str, Place] | None = None
     #: the LoRA layer around this base layer. As a submodule it would make two modules contain each other.
     lora_layer: Any = None
+    #: whether the module reads an input whose outliers were moved into its weight (``smooth_inputs``)
+    reads_smooth_input: bool = False
 
     # ---- things that are on the module for a while
 
@@ -118,8 +120,9 @@ class Mark:
 
     def remove_if_empty(self) -> None:
         """Take the mark off the module if it holds nothing any more; called by all that take a thing off the module."""
-        has_facts = self.offload_owner is not None or self.fsdp_places is not None or self.lora_layer is not None
-        if has_facts or self.tied_parameters or self.quantizing_threads or self.settings or self.take_outs:
+        has_owners = self.offload_owner is not None or self.fsdp_places is not None or self.lora_layer is not None
+        has_facts = has_owners or self.reads_smooth_input or bool(self.tied_parameters)
+        if has_facts or self.quantizing_threads or self.settings or self.take_outs:
             return
         for name in (_ATTRIBUTE, *_COPYING):
             vars(self.module).pop(name, None)

@@ -129,8 +129,10 @@ def _remedies(run: _Run) -> list[Step]:
     nothing and remove no known share of the noise. Then come remedies that remove at least :data:`_WORTH` of the noise,
     the largest share first and of equal ones the cheaper first. Training, which takes longest, comes last.
     """
-    cheapest_first = [*_leave_out(run), *_budget(run), *_token_scales(run), *_observers(run), *_rounding(run)]
-    steps = [step for step in cheapest_first if step.share >= _WORTH]
+    cheapest_first = (_leave_out, _budget, _smooth, _token_scales, _observers, _rounding)
+    steps: list[Step] = []
+    for propose in cheapest_first:
+        steps += [step for step in propose(run) if step.share >= _WORTH]
     steps.sort(key=lambda step: -round(step.share, 2))
     return [*_untrained(run), *_without_data(run), *steps, *_fine_tune(run)]
 
@@ -177,6 +179,17 @@ def _budget(run: _Run) -> Iterator[Step]:
     python = f"choose_schemes(measured, {bits:.2f})"
     title = f"A budget of {bits:.2f} bits per weight"
     yield Step("budget", title, reason, python, {"budget": bits}, share)
+
+
+def _smooth(run: _Run) -> Iterator[Step]:
+    """Outliers of inputs moved into weights, for integer inputs with one scale and weights that were not trained."""
+    report = run.report
+    scheme = _scheme_with_token_scales(run)
+    if scheme is None or report.options is None or report.quality.was_trained or "float" in "".join(run.schemes):
+        return
+    reason = f"inputs make {percent(run.input_share)} of the noise; the unquantized model's outputs stay the same"
+    python = f"smooth_inputs(model, batches, callback.options)\n{_calibration(report)}"
+    yield Step("smooth", "Move outliers of inputs into weights", reason, python, {}, run.input_share)
 
 
 def _token_scales(run: _Run) -> Iterator[Step]:

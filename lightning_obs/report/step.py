@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 #: export: write a checkpoint. serve, load: use it. measure: compare with the unquantized model. leave_out: leave layers
-#: in full precision. token_scales: a scheme with a scale for each token. observers: choose them by measurement.
+#: in full precision. token_scales: a scheme with a scale for each token. smooth: move outliers of inputs
+#: into weights. observers: choose them by measurement.
 #: rounding: round weights by their inputs. without_data: choose weights without their inputs. budget: a plan of more
 #: bits. untrained: the calibrated model without training. fine_tune: train it
 StepName: TypeAlias = Literal[
@@ -16,6 +17,7 @@ StepName: TypeAlias = Literal[
     "load",
     "measure",
     "leave_out",
+    "smooth",
     "token_scales",
     "observers",
     "rounding",

@@ -73,6 +73,7 @@ def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
         "--config-dir=mine ignore_from=out/report.json"
     )
     assert command_of("rounding", "weight_observer=mse", "weight_observer.norm=2") == ("recipe=accurate")
+    assert command_of("smooth", "scheme=int8_static", "smooth=false") == "scheme=int8_static smooth=true"
     assert command_of("without_data", "weight_observer=imatrix_mse", "rounding=gptq") == "recipe=fast"
     assert command_of("budget", "task=plan", "budget=5", budget=5.5) == "task=plan budget=5.50"
     assert command_of("untrained", "task=finetune", "task.callback.distill=0", "data.train_batches=9") == (

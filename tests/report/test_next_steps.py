@@ -24,15 +24,22 @@ def names(report, folder="."):
 def test_remedies_are_ordered_by_the_noise_that_they_remove_by_this_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     steps = judge(run(), tmp_path / "out").steps
-    assert [step.name for step in steps] == ["leave_out", "token_scales", "observers"]
+    assert [step.name for step in steps] == ["leave_out", "smooth", "token_scales"]
     assert steps[0].reason == "removes 100 % of the noise, costs 6.00 MiB"
     assert steps[0].changes == {"ignore": ["lm_head", "layers.1.down_proj", "layers.11.down_proj"]}
     assert steps[0].python == (
         'ignore = json.load(open("out/report.json"))["ignore"]\nCalibrationCallback(\'INT8_STATIC\', ignore=ignore)'
     )
-    assert steps[1].reason.startswith("removes up to 100 % of the noise")
-    assert steps[1].python == "CalibrationCallback('W8A8', ignore=['lm_head'])"
-    assert steps[2].python == "CalibrationCallback('INT8_STATIC', ignore=['lm_head'], observers='auto')"
+    assert steps[1].reason == "inputs make 100 % of the noise; the unquantized model's outputs stay the same"
+    assert steps[1].python == (
+        "smooth_inputs(model, batches, callback.options)\nCalibrationCallback('INT8_STATIC', ignore=['lm_head'])"
+    )
+    assert steps[2].reason.startswith("removes up to 100 % of the noise")
+    assert steps[2].python == "CalibrationCallback('W8A8', ignore=['lm_head'])"
+    choosing = judge(run(can_run=lambda step: step.name == "observers")).steps
+    assert [step.python for step in choosing] == [
+        "CalibrationCallback('INT8_STATIC', ignore=['lm_head'], observers='auto')"
+    ]
 
 
 def test_no_step_says_what_another_model_gained():

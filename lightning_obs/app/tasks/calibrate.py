@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from typing_extensions import override
 
@@ -28,9 +29,23 @@ from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.session_callback import SessionCallback
 from lightning_obs.callbacks.trainer_session import describe
+from lightning_obs.choice.smoothing import require_quantized_inputs, smooth_inputs
+from lightning_obs.errors import CalibrationError
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.report.earlier_run import read_earlier
 from lightning_obs.report.layer_errors import LayerError
+
+
+def refuse_several_devices(trainer: Trainer, what: str, remedy: str) -> None:
+    """Raise a CalibrationError if the Trainer has several devices; called for steps that run on one device.
+
+    Args:
+        trainer: the Trainer of the run.
+        what: the words of the command that ask for the step.
+        remedy: the way to run it.
+    """
+    if trainer.world_size > 1:
+        raise CalibrationError(f"{what} runs on one device", got=f"{trainer.world_size} devices", remedy=remedy)
 
 
 class Calibrate(Task):
@@ -49,6 +64,7 @@ class Calibrate(Task):
         result: the result of the calibration; None: not yet calibrated.
         layer_errors: the error of each layer, worst first; empty: not measured.
         input_counts: how often each input value occurred in the batches of the layer errors, by module name.
+        smoothing_lines: a line about inputs that were smoothed, for the closing report; empty without ``smooth=true``.
         export_lines: lines about the checkpoint or file, for the closing report.
         report_row: the report's numbers for a table that compares runs; empty on ranks that write no report.
     """
@@ -66,6 +82,7 @@ class Calibrate(Task):
         self.result: CalibrationResult | None = None
         self.layer_errors: Sequence[LayerError] = ()
         self.input_counts: dict[str, Support] = {}
+        self.smoothing_lines: list[str] = []
         self.export_lines: list[str] = []
         self.report_row: Mapping[str, Any] = {}
 
@@ -92,6 +109,11 @@ class Calibrate(Task):
         if self.config.token_mask is not None:
             first_batch = next(iter(job.data.val_dataloader()))
             find_mask(first_batch, self.config.token_mask)  # raises if the batch has no such mask
+        if self.config.smooth:
+            require_quantized_inputs(job.callback.options)
+            refuse_several_devices(
+                job.trainer, "smooth=true", "smooth with trainer.devices=1; a calibration takes few batches."
+            )
         self.check_task()
         self.check_scheme()
         if self.file_export is not None:
@@ -111,6 +133,8 @@ class Calibrate(Task):
         say_duration(job, self.passes(needs_data))
         if self.meter is not None:
             self.original = self.meter.original()
+        if self.config.smooth:
+            self.smooth()
         self.choose()
         self.result = self.calibrate()
         self.train()
@@ -201,6 +225,21 @@ class Calibrate(Task):
 
     # ------------------------------------------------------------------ steps
 
+    def smooth(self) -> None:
+        """Move outliers of inputs into weights, by the calibration data, and say how many inputs were smoothed.
+
+        :meth:`run` calls it after the measurement in full precision, with ``smooth=true``.
+        """
+        job = self.job
+        batches = job.first_inputs(job.data.val_dataloader())
+        with step("smoothing inputs"):
+            smoothed = smooth_inputs(job.model, batches, job.callback.options)
+        before = sum(entry.error_before for entry in smoothed)
+        after = sum(entry.error_after for entry in smoothed)
+        if smoothed:
+            change = f"errors of their outputs {after / before - 1:+.1%}, as estimated"
+            self.smoothing_lines = [f"smooth: outliers of {len(smoothed)} inputs moved into weights; {change}"]
+
     def calibrate(self) -> CalibrationResult:
         """Calibrate in Lightning's validation loop; no batch is run if neither scheme nor observers need data.
 
@@ -247,7 +286,7 @@ class Calibrate(Task):
         """Write the page and print the closing report; :meth:`run` calls it on rank 0, last."""
         has_logits = self.quantized is not None and self.quantized.moved is not None
         commands = StepCommands(self.job, has_logits, self.may_train)
-        lines = [*self.export_lines, *self.closing_lines()]
+        lines = [*self.smoothing_lines, *self.export_lines, *self.closing_lines()]
         report = gather_report(self.job, self.label(), self.report_facts(), lines, commands)
         self.report_row = report.row
         publish_report(self.job, report, self.row(), commands)

@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from compressed_tensors.quantization import QuantizationConfig
-from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_obs.app.console import say, step
 from lightning_obs.app.from_config import plain
-from lightning_obs.app.tasks.calibrate import Calibrate
+from lightning_obs.app.tasks.calibrate import Calibrate, refuse_several_devices
 from lightning_obs.app.tasks.finetune import PASSES_OF_A_STEP
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import (
@@ -34,6 +33,9 @@ from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
 from lightning_obs.report.page import as_json
 from lightning_obs.report.summary import frontier_table, print_report
+
+#: how to use several devices all the same
+_CHOOSE_FIRST = "choose with trainer.devices=1, then calibrate with the scheme that it wrote."
 
 
 class Observers(Calibrate):
@@ -59,7 +61,7 @@ class Observers(Calibrate):
 
         ``Calibrate.check`` calls it, once model and data are loaded.
         """
-        _refuse_several_devices(self.config, self.job.trainer)
+        refuse_several_devices(self.job.trainer, f"task={self.config.task.name}", _CHOOSE_FIRST)
         batches = self.config.data.get("batches")
         if batches is not None and batches < 2:
             raise CalibrationError(
@@ -152,7 +154,7 @@ class Plan(Calibrate):
 
         ``Calibrate.check`` calls it, once model and data are loaded.
         """
-        _refuse_several_devices(self.config, self.job.trainer)
+        refuse_several_devices(self.job.trainer, f"task={self.config.task.name}", _CHOOSE_FIRST)
         options = self._candidate_options()
         options["engines"] = ()  # a candidate that an engine refuses is no error: it is not measured
         for scheme in self._candidates().values():
@@ -303,16 +305,6 @@ class Plan(Calibrate):
             "rounding": options.rounding,
             **options.beside_scheme,
         }
-
-
-def _refuse_several_devices(config: DictConfig, trainer: Trainer) -> None:
-    """Raise a CalibrationError if the Trainer has several devices, since a choice runs on one device."""
-    if trainer.world_size > 1:
-        raise CalibrationError(
-            f"task={config.task.name} runs on one device",
-            got=f"{trainer.world_size} devices",
-            remedy="choose with trainer.devices=1, then calibrate with the scheme that it wrote.",
-        )
 
 
 def _write_scheme(config: DictConfig, choice: QuantizationConfig, headline: str) -> None:

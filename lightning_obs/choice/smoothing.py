@@ -1,0 +1,308 @@
+"""Move the outliers of inputs into weights before a calibration, so that one scale fits all channels of an input.
+
+In a language model a few channels of an input can be hundreds of times as large as the others. With one scale for the
+whole tensor, as in static INT8 and FP8, the others are then rounded to few numbers, or all to zero. Dividing a channel
+and multiplying the weights that read it changes no product, and costs nothing at run time where the module before can
+divide (:mod:`.smooth_pairs`). SmoothQuant balances the largest input of a channel with the weights that read it; an
+input is left as it is if this does not bring the quantized outputs closer to the others, on tokens of the user's data.
+
+Factors are powers of two. So the unquantized model gives the same outputs bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import Unpack
+
+from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.choice.smooth_pairs import SmoothPair, find_pairs, is_norm, same_tensors
+from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.forward.calls import call_on, first_input
+from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
+from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.mark import make_mark, mark_of
+from lightning_obs.model.weight import in_shards
+from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
+from lightning_obs.schemes.config import SchemeLike, make_observer
+
+Batches: TypeAlias = Iterable[Mapping[str, Any] | torch.Tensor]
+#: the tokens on which the outputs of a pair are compared
+_TOKENS = 512
+#: the largest power of two in a factor
+_LARGEST_EXPONENT = 12
+
+
+@dataclass(frozen=True)
+class SmoothedInput:
+    """An input that :func:`smooth_inputs` has smoothed.
+
+    Attributes:
+        producer: the name of the module whose weight divides the channels.
+        readers: the names of the Linears that read the input.
+        error_before, error_after: how much quantization changes the outputs of the readers, estimated before and after:
+            squared differences relative to the squares of a token's outputs, in the mean over tokens and readers.
+    """
+
+    producer: str
+    readers: tuple[str, ...]
+    error_before: float
+    error_after: float
+
+
+@takes_keywords_of(CalibrationOptions)
+def smooth_inputs(
+    model: nn.Module,
+    batches: Batches,
+    scheme: SchemeLike | CalibrationOptions,
+    *,
+    strength: float = 0.5,
+    **options: Unpack[OptionKeywords],
+) -> list[SmoothedInput]:
+    """Move outliers of inputs into weights, so that quantization changes the outputs of Linears less.
+
+    The weights change in place, and the outputs of the model stay the same bit for bit. Call it after training and
+    before the calibration, or before a quantization-aware fit makes its optimizers. The command line calls it with
+    ``smooth=true``.
+
+    Args:
+        model: a model on the device on which it is to run; it is run in evaluation mode.
+        batches: keyword arguments (or one tensor) for each call of the model; the data that calibrate are good ones.
+        scheme: the scheme that will be calibrated: the name of a preset, a config, or all options of a calibration.
+        strength: how far outliers move into the weights, above 0 and at most 1; with 1 all channels of an input are
+            equally large afterwards.
+        **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
+
+    Returns:
+        The inputs that were smoothed, in the order of their calls; a warning says if there are none. Left alone are
+        inputs that no module before can divide exactly (behind GELU or a residual sum), and weights that are shared,
+        offloaded, parametrized, packed or under adapters.
+
+    Raises:
+        CalibrationError: a wrong ``strength``; the scheme quantizes no input; there are no batches; weights are
+            sharded; the outputs of the model would not stay the same (numbers beyond the range of float16), and then
+            the weights stay as they were.
+
+    Reference:
+        Xiao et al., SmoothQuant, 2023, arXiv:2211.10438, section 4; Nagel et al., Data-Free Quantization Through Weight
+        Equalization and Bias Correction, 2019, arXiv:1906.04721, section 4.1.
+
+    Examples:
+        >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+        >>> _ = model[0].weight.data[3].fill_(400.0)  # a channel of outliers
+        >>> x = torch.randn(32, 8)
+        >>> before = model(x)
+        >>> [(smoothed.producer, smoothed.readers) for smoothed in smooth_inputs(model, [x], "INT8_STATIC")]
+        [('0', ('1',))]
+        >>> torch.equal(model(x), before), bool(model[0].weight[3] < 400)
+        (True, True)
+    """
+    if not 0 < strength <= 1:
+        raise CalibrationError("strength", got=repr(strength), expected="a number above 0 and at most 1")
+    options_of_run = CalibrationOptions.of(scheme, **options)
+    require_quantized_inputs(options_of_run)
+    refuse(
+        [name for name, module in model.named_modules() if in_shards(module)],
+        "inputs cannot be smoothed in a model whose weights are sharded",
+        remedy="smooth before the model is distributed.",
+    )
+    args_of = {target.name: target.args for target in CalibrationSession(model, options_of_run).plan.targets}
+    quantized = [name for name, args in args_of.items() if "input" in args]
+    all_batches = list(batches)
+    if not all_batches:
+        raise CalibrationError("smoothing without data", got="no batch", expected="the batches of the calibration")
+    with left_as_it_was(model), without_caches(model), torch.no_grad():
+        pairs = find_pairs(model, quantized, all_batches[0])
+        samples, outputs = _observe(model, pairs, all_batches)
+        smoothed = []
+        undo = []
+        for pair, sample in zip(pairs, samples, strict=True):
+            factors = _factors(pair, sample, strength)
+            before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
+            after = _mean_error(pair, sample, args_of, factors)
+            if after < before:
+                pair.scale(factors)
+                undo.append((pair, 1 / factors))
+                smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
+        if not same_tensors(call_on(model, all_batches[0]), outputs):
+            for pair, factors in undo:
+                pair.scale(factors)
+            raise CalibrationError(
+                "smoothing would change the outputs of the model: numbers leave the range of its dtype",
+                remedy="load the model in bfloat16 or float32.",
+            )
+    for entry in smoothed:
+        for name in entry.readers:
+            make_mark(model.get_submodule(name)).reads_smooth_input = True
+    if not smoothed:
+        warn("no input was smoothed: no module before can divide its channels exactly, or it has no outliers")
+    return smoothed
+
+
+def require_quantized_inputs(options: CalibrationOptions) -> None:
+    """Raise a CalibrationError if the scheme quantizes no input; the command line calls it before it runs any data."""
+    groups = options.config.config_groups.values()
+    if all(group.input_activations is None for group in groups):
+        raise CalibrationError(
+            "smoothing prepares inputs for quantization, and this scheme quantizes none",
+            got=options.label,
+            expected="a scheme such as INT8_STATIC, W8A8 or FP8",
+        )
+
+
+def can_smooth(model: nn.Module) -> bool:
+    """Whether :func:`smooth_inputs` may help a model: it has norms of tokens, and no input was smoothed yet.
+
+    Asked before a report proposes smoothing; no data are run.
+    """
+    modules = list(model.modules())
+    marks = [mark_of(module) for module in modules]
+    if any(mark is not None and mark.reads_smooth_input for mark in marks):
+        return False
+    if any(in_shards(module) or is_dispatched(module) for module in modules):
+        return False
+    norms = [module for module in modules if is_norm(module) and not isinstance(module, _BatchNorm)]
+    return bool(norms)
+
+
+class _InputSample:
+    """What smoothing knows of an input: the extremes of its channels, and some tokens.
+
+    :func:`_observe` makes one for each pair, and feeds it in each call of the first reader.
+
+    Attributes:
+        low, high: ``(C,)`` float32, the least and the largest value of each channel in all batches.
+        tokens: ``(T, C)`` float32, evenly spaced tokens of all batches.
+    """
+
+    def __init__(self, tokens_per_batch: int) -> None:
+        self.low: torch.Tensor | None = None
+        self.high: torch.Tensor | None = None
+        self._tokens_per_batch = tokens_per_batch
+        self._tokens: list[torch.Tensor] = []
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        return torch.cat(self._tokens)
+
+    def observe(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take the input of a call; a forward pre-hook."""
+        value = first_input(args, kwargs)
+        if value is None or value.numel() == 0:
+            return
+        tokens = value.detach().flatten(0, -2).float()
+        low, high = tokens.aminmax(dim=0)
+        self.low = low if self.low is None else torch.minimum(self.low, low)
+        self.high = high if self.high is None else torch.maximum(self.high, high)
+        step = max(1, len(tokens) // self._tokens_per_batch)
+        self._tokens.append(tokens[::step][: self._tokens_per_batch].clone())
+
+
+def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[Any]) -> tuple[list[_InputSample], Any]:
+    """Run all batches; return what was observed of the input of each pair, and the outputs of the first batch."""
+    tokens_per_batch = max(1, _TOKENS // len(batches))
+    samples = []
+    outputs: list[Any] = []
+    with ExitStack() as hooks:
+        for pair in pairs:
+            sample = _InputSample(tokens_per_batch)
+            reader = next(iter(pair.readers.values()))
+            hooks.callback(reader.register_forward_pre_hook(sample.observe, with_kwargs=True).remove)
+            samples.append(sample)
+        for batch in batches:
+            output = call_on(model, batch)
+            if not outputs:
+                outputs.append(output)
+    return samples, outputs[0]
+
+
+def _mean_error(
+    pair: SmoothPair,
+    sample: _InputSample,
+    args_of: Mapping[str, Mapping[str, QuantizationArgs]],
+    factors: torch.Tensor,
+) -> float:
+    """The mean of :func:`_error` over the readers of a pair whose inputs are quantized."""
+    errors = []
+    for name, reader in pair.readers.items():
+        if "input" in args_of.get(name, {}):
+            errors.append(_error(reader, sample, args_of[name], factors))
+    return sum(errors) / len(errors)
+
+
+def _factors(pair: SmoothPair, sample: _InputSample, strength: float) -> torch.Tensor:
+    """The power of two ``(C,)`` by which each channel is divided: 1 in channels of zeros.
+
+    SmoothQuant's balance of the largest input of a channel with its weights. A weight counts relative to the largest
+    one in its row, which sets the scale of the row, and a column by the root of its mean square: a few large weights in
+    a column are few rows that lose digits.
+    """
+    assert sample.low is not None
+    assert sample.high is not None
+    inputs = torch.maximum(-sample.low, sample.high).clamp(min=0)
+    squares = []
+    for reader in pair.readers.values():
+        weight = reader.weight.detach().float()
+        largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        squares.append((weight / largest).square())
+    columns = torch.cat(squares).mean(dim=0).sqrt().to(inputs.device)
+    exponents = strength * inputs.log2() - (1 - strength) * columns.log2()
+    used = (inputs > 0) & (columns > 0)
+    if not used.any():
+        return torch.ones_like(inputs)
+    centered = exponents - exponents[used].median()  # a factor of all channels changes no relation between them
+    limited = centered.clamp(-_LARGEST_EXPONENT, _LARGEST_EXPONENT).round()
+    return torch.where(used, limited, 0.0).exp2()
+
+
+def _error(
+    reader: nn.Linear, sample: _InputSample, args: Mapping[str, QuantizationArgs], factors: torch.Tensor
+) -> float:
+    """How much quantization changes the outputs of a Linear whose input channels are divided by ``factors``.
+
+    Returns:
+        Squared differences relative to the squares of a token's outputs, in the mean over tokens.
+    """
+    assert sample.low is not None
+    assert sample.high is not None
+    weight = reader.weight.detach().float()
+    outputs = sample.tokens @ weight.T
+    extremes = torch.stack([sample.low, sample.high]) / factors
+    inputs = _quantized(sample.tokens / factors, extremes, "input", args["input"])
+    if "weight" in args:
+        scaled = weight * factors
+        weight = _quantized(scaled, scaled, "weight", args["weight"])
+    else:
+        weight = weight * factors
+    differences = (inputs @ weight.T - outputs).square().sum(dim=1)
+    squares = outputs.square().sum(dim=1)
+    used = squares > 0
+    return float((differences[used] / squares[used]).mean()) if used.any() else 0.0
+
+
+def _quantized(value: torch.Tensor, extremes: torch.Tensor, base_name: str, args: QuantizationArgs) -> torch.Tensor:
+    """Quantize and dequantize with plain ranges; the observers of the scheme come later, and know more.
+
+    Args:
+        value: ``(..., C)`` float32.
+        extremes: ``(..., C)``, values that the range covers, if it is static.
+        base_name: ``input`` or ``weight``.
+        args: how the value is quantized.
+    """
+    if args.dynamic is True:
+        return fake_quantize_dynamic(value, args)
+    name = "memoryless_minmax" if base_name == "weight" else "static_minmax"
+    plain_args = args.model_copy(update={"observer": name, "observer_kwargs": {}})
+    qparams = make_observer(base_name, plain_args)(extremes).get_qparams()
+    global_scale = qparams.get("global_scale")
+    if args.dynamic:
+        return fake_quantize_dynamic(value, args, global_scale=global_scale)
+    return fake_quantize(value, qparams["scale"], qparams["zero_point"], args, global_scale=global_scale)

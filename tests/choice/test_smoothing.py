@@ -1,0 +1,161 @@
+"""Smoothing moves outliers of inputs into weights, and changes no output of the unquantized model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
+
+from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, quantized, smooth_inputs
+from tests.support.tiny_model import save_tiny_llama
+
+
+class GatedMlp(nn.Module):
+    """A norm, a gated MLP and a residual sum, as in a Llama's layer."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(16, dtype=dtype)
+        self.gate = nn.Linear(16, 32, dtype=dtype)
+        self.up = nn.Linear(16, 32, dtype=dtype)
+        self.down = nn.Linear(32, 16, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x)
+        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+
+def with_outliers(dtype: torch.dtype = torch.float32) -> GatedMlp:
+    """Channels of 300 in the input of gate and up, and of ``down``, that few rows read."""
+    torch.manual_seed(0)
+    model = GatedMlp(dtype)
+    with torch.no_grad():
+        model.norm.weight[3] = 300.0
+        model.gate.weight[:, 3] *= 1e-3
+        model.up.weight[:, 3] *= 1e-3
+        model.up.weight[7] *= 300.0
+        model.down.weight[:, 7] *= 1e-3
+    return model
+
+
+def quantization_error(model: nn.Module, batches: list[torch.Tensor], scheme: str) -> float:
+    """The squared error of outputs of the calibrated model, relative to the unquantized model's."""
+    session = CalibrationSession(model, scheme)
+    with session, torch.no_grad():
+        for batch in batches if session.needs_data else ():
+            model(batch)
+    with torch.no_grad():
+        expected = model(batches[0]) - batches[0]
+        with quantized(model):
+            got = model(batches[0]) - batches[0]
+    return float((got - expected).square().sum() / expected.square().sum())
+
+
+def batches() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 8, 16, generator=generator) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_stay_the_same_bit_for_bit(dtype):
+    model = with_outliers(dtype)
+    data = [batch.to(dtype) for batch in batches()]
+    before = model(data[0])
+    smoothed = smooth_inputs(model, data, "INT8_STATIC")
+    assert [(entry.producer, entry.readers) for entry in smoothed] == [("norm", ("gate", "up")), ("up", ("down",))]
+    assert torch.equal(model(data[0]), before)
+    assert model.norm.weight[3] < 300
+
+
+@pytest.mark.parametrize("scheme", ["INT8_STATIC", "INT8_STATIC_ASYM", "W8A8"])
+def test_quantization_loses_less_and_the_estimates_say_so(scheme):
+    plain = with_outliers()
+    smooth = copy.deepcopy(plain)
+    smoothed = smooth_inputs(smooth, batches(), scheme)
+    errors = [quantization_error(model, batches(), scheme) for model in (plain, smooth)]
+    assert errors[1] < errors[0] / 10
+    for entry in smoothed:
+        assert entry.error_after < entry.error_before
+
+
+def test_a_relu_passes_factors_on_and_gelu_does_not():
+    torch.manual_seed(0)
+    for activation, expected in ((nn.ReLU(), [("0", ("2",))]), (nn.GELU(), [])):
+        model = nn.Sequential(nn.Linear(16, 16), activation, nn.Linear(16, 4))
+        with torch.no_grad():
+            model[0].weight[5] *= 200
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if expected:
+            smoothed = smooth_inputs(model, batches(), "INT8_STATIC")
+            assert [(entry.producer, entry.readers) for entry in smoothed] == expected
+        else:
+            with pytest.warns(CalibrationWarning, match="no input was smoothed"):
+                assert smooth_inputs(model, batches(), "INT8_STATIC") == []
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, before[name]), name
+
+
+def test_a_norm_that_is_read_elsewhere_stays():
+    class ReadTwice(GatedMlp):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.norm(x)
+            return hidden + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+
+    torch.manual_seed(0)
+    model = ReadTwice()
+    model.load_state_dict(with_outliers().state_dict())
+    smoothed = smooth_inputs(model, batches(), "INT8_STATIC")
+    assert [entry.producer for entry in smoothed] == ["up"]
+
+
+def test_shared_weights_stay():
+    model = with_outliers()
+    tied = nn.ModuleDict({"first": model, "second": GatedMlp()})
+    tied["second"].norm.weight = model.norm.weight
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = tied
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts["second"](self.parts["first"](x))
+
+    both = Both()
+    shared = model.norm.weight.clone()
+    smooth_inputs(both, batches(), "INT8_STATIC")
+    assert torch.equal(model.norm.weight, shared)
+
+
+def test_a_llama_gives_the_same_logits_and_keeps_mode_and_random_numbers(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path))
+    model.train()
+    inputs = [{"input_ids": torch.arange(12).view(1, 12) % 16 + index} for index in range(2)]
+    state = torch.get_rng_state()
+    model.eval()
+    before = model(**inputs[0]).logits
+    model.train()
+    smoothed = smooth_inputs(model, inputs, "INT8_STATIC")
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.use_cache
+    model.eval()
+    assert torch.equal(model(**inputs[0]).logits, before)
+    producers = {entry.producer.rsplit(".", 1)[1] for entry in smoothed}
+    assert producers <= {"input_layernorm", "post_attention_layernorm", "up_proj", "v_proj"}
+    assert "up_proj" in producers
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_is_wrong_is_refused():
+    model = with_outliers()
+    with pytest.raises(CalibrationError, match=r"quantizes none.*ot int4 group 16.*scheme such as INT8_STATIC"):
+        smooth_inputs(model, batches(), {"preset": "W4A16", "weights": {"group_size": 16}})
+    with pytest.raises(CalibrationError, match="smoothing without data"):
+        smooth_inputs(model, [], "INT8_STATIC")
+    with pytest.raises(CalibrationError, match=r"strength\. Got 2, expected a number above 0"):
+        smooth_inputs(model, batches(), "INT8_STATIC", strength=2)
