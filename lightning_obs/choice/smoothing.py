@@ -96,6 +96,7 @@ def smooth_inputs(
         Equalization and Bias Correction, 2019, arXiv:1906.04721, section 4.1.
 
     Examples:
+        >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
         >>> _ = model[0].weight.data[3].fill_(400.0)  # a channel of outliers
         >>> x = torch.randn(32, 8)
