@@ -96,9 +96,9 @@ def smooth_inputs(
         Equalization and Bias Correction, 2019, arXiv:1906.04721, section 4.1.
 
     Examples:
-        >>> _ = torch.manual_seed(0)
         >>> model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
-        >>> _ = model[0].weight.data[3].fill_(400.0)  # a channel of outliers
+        >>> _ = model[0].weight.data[3].fill_(400.0)  # a channel of outliers, read by small weights
+        >>> _ = model[1].weight.data[:, 3].mul_(0.01)
         >>> x = torch.randn(32, 8)
         >>> before = model(x)
         >>> [(smoothed.producer, smoothed.readers) for smoothed in smooth_inputs(model, [x], "INT8_STATIC")]
