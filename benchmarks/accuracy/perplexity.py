@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy/perplexity.py
 
-Runs the application once per row and prints one Markdown table. The third row leaves out the layers that the report of
+Runs the application once per row and prints one Markdown table. The fourth row leaves out the layers that the report of
 the second run names (``ignore_from``). About 75 s a row on two cores. The model's weights lie on a 4-bit lattice, so
 4 bits are measured on another (``benchmarks/accuracy/accuracy.py``).
 """
@@ -32,6 +32,11 @@ with tempfile.TemporaryDirectory() as scratch:
     rows = [
         ("`scheme=fp8`", "FP8", run(Path(scratch) / "fp8", "scheme=fp8")),
         ("`scheme=int8_static`", "static INT8", run(int8_report.parent, "scheme=int8_static")),
+        (
+            "`scheme=int8_static smooth=true`",
+            "static INT8, outliers of inputs moved into weights",
+            run(Path(scratch) / "smooth", "scheme=int8_static", "smooth=true"),
+        ),
         (
             "`scheme=int8_static ignore_from=report.json`",
             "static INT8, without the layers that the run before names",

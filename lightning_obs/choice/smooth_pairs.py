@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,17 +117,15 @@ class _Calls:
 
     def __enter__(self) -> None:
         for name, module in self.modules.items():
-
-            def note(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
-                self._note_call(name, module, first_input(args, kwargs), output)
-
-            self._hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+            hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
+            self._hooks.callback(hook.remove)
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
 
-    def _note_call(self, name: str, module: nn.Module, value: torch.Tensor | None, output: Any) -> None:
-        """Note a call of a module with the input ``value``."""
+    def _note_call(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Note a call of the module ``name``; the forward hook of each module calls this."""
+        value = first_input(args, kwargs)
         self.order.append(name)
         if not isinstance(module, nn.Linear):
             if isinstance(output, torch.Tensor):
@@ -170,7 +169,11 @@ def _modules_with_plain_weights(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _candidates(calls: _Calls, quantized: set[str]) -> list[list[SmoothPair]]:
-    """The pairs to try, in lists of alternatives that have the same readers; the likeliest of a list comes first."""
+    """The pairs to try, in lists of alternatives that have the same readers; the likeliest of a list comes first.
+
+    A norm is tried for all Linears that read its output. For a Linear that reads another tensor, the modules of the
+    same parent that were called before it and have as many channels are tried, the last one first.
+    """
     counts = Counter(calls.order)
     once = {name for name, count in counts.items() if count == 1}
     candidates = []
@@ -194,7 +197,7 @@ def _candidates(calls: _Calls, quantized: set[str]) -> list[list[SmoothPair]]:
 
 
 def _pair(calls: _Calls, producer_name: str, reader_names: Sequence[str]) -> SmoothPair:
-    """The pair of these modules."""
+    """The pair of a producer and its readers, by their names; :func:`_candidates` calls this for each candidate."""
     readers: dict[str, Any] = {name: calls.modules[name] for name in reader_names}
     return SmoothPair(producer_name, calls.modules[producer_name], readers)
 
@@ -223,27 +226,18 @@ class _Trial:
 
     def __enter__(self) -> None:
         for name, candidates in self._candidates_of.items():
-
-            def repeat(
-                module: nn.Module,
-                args: Any,
-                kwargs: Any,
-                output: Any,
-                candidates: Sequence[Sequence[SmoothPair]] = candidates,
-            ) -> None:
-                self._try(module, args, kwargs, output, candidates)
-
-            self._hooks.callback(self._modules[name].register_forward_hook(repeat, with_kwargs=True).remove)
+            hook = self._modules[name].register_forward_hook(partial(self._try, candidates), with_kwargs=True)
+            self._hooks.callback(hook.remove)
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
 
     def _try(
-        self, module: nn.Module, args: Any, kwargs: Any, output: Any, candidates: Sequence[Sequence[SmoothPair]]
+        self, candidates: Sequence[Sequence[SmoothPair]], module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
         """Repeat a call of the module around candidates, once for each, and keep the pairs that hold.
 
-        A call that gives another output when it is repeated (random numbers, a cache that grows) can tell nothing.
+        The forward hook of the module calls this. A call that gives another output when it is repeated (random numbers, a cache that grows) can tell nothing.
         """
         if self._is_repeating:  # the hook of a module inside the module that is repeated
             return
@@ -260,7 +254,7 @@ class _Trial:
             self._is_repeating = False
 
     def _holds(self, pair: SmoothPair, module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether the module's output stays the same bit for bit when the pair is scaled by powers of two."""
+        """Whether the module's output stays the same bit for bit when the pair is scaled by 1/4, 1/2, 1, 2, 4..."""
         channels = len(next(iter(pair.readers.values())).weight.T)
         factors = torch.exp2(torch.arange(channels) % 5 - 2.0)
         pair.scale(factors)
@@ -271,7 +265,10 @@ class _Trial:
 
 
 def same_tensors(output: Any, other: Any) -> bool:
-    """Whether all tensors of two outputs are equal, bit for bit; False if there are none."""
+    """Whether all tensors of two outputs are equal, bit for bit; False if there are none.
+
+    Called for the outputs of a module around a candidate, and for those of the whole model at the end.
+    """
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in pytree.tree_leaves(other) if isinstance(leaf, torch.Tensor)]
     return len(tensors) == len(others) > 0 and all(map(torch.equal, tensors, others))

@@ -120,22 +120,22 @@ def smooth_inputs(
     all_batches = list(batches)
     if not all_batches:
         raise CalibrationError("smoothing without data", got="no batch", expected="the batches of the calibration")
+    smoothed = []
+    scaled = []
     with left_as_it_was(model), without_caches(model), torch.no_grad():
         pairs = find_pairs(model, quantized, all_batches[0])
         samples, outputs = _observe(model, pairs, all_batches)
-        smoothed = []
-        undo = []
         for pair, sample in zip(pairs, samples, strict=True):
             factors = _factors(pair, sample, strength)
             before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
             after = _mean_error(pair, sample, args_of, factors)
             if after < before:
                 pair.scale(factors)
-                undo.append((pair, 1 / factors))
+                scaled.append((pair, factors))
                 smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
         if not same_tensors(call_on(model, all_batches[0]), outputs):
-            for pair, factors in undo:
-                pair.scale(factors)
+            for pair, factors in scaled:
+                pair.scale(1 / factors)
             raise CalibrationError(
                 "smoothing would change the outputs of the model: numbers leave the range of its dtype",
                 remedy="load the model in bfloat16 or float32.",
@@ -192,14 +192,15 @@ class _InputSample:
 
     @property
     def tokens(self) -> torch.Tensor:
+        """The tokens of all batches so far, ``(T, C)``; :func:`_error` reads them."""
         return torch.cat(self._tokens)
 
     def observe(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Take the input of a call; a forward pre-hook."""
+        """Take the input of a call; the forward pre-hook of the pair's first reader."""
         value = first_input(args, kwargs)
         if value is None or value.numel() == 0:
             return
-        tokens = value.detach().flatten(0, -2).float()
+        tokens = value.detach().reshape(-1, value.shape[-1]).float()
         low, high = tokens.aminmax(dim=0)
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
@@ -231,7 +232,16 @@ def _mean_error(
     args_of: Mapping[str, Mapping[str, QuantizationArgs]],
     factors: torch.Tensor,
 ) -> float:
-    """The mean of :func:`_error` over the readers of a pair whose inputs are quantized."""
+    """The mean of :func:`_error` over the readers of a pair whose inputs are quantized.
+
+    :func:`smooth_inputs` calls this twice for each pair: with factors of 1, and with those that would smooth it.
+
+    Args:
+        pair: that may be smoothed.
+        sample: of its input.
+        args_of: by module name and base name, how tensors are quantized.
+        factors: ``(C,)``, by which the channels are divided.
+    """
     errors = []
     for name, reader in pair.readers.items():
         if "input" in args_of.get(name, {}):
@@ -242,9 +252,9 @@ def _mean_error(
 def _factors(pair: SmoothPair, sample: _InputSample, strength: float) -> torch.Tensor:
     """The power of two ``(C,)`` by which each channel is divided: 1 in channels of zeros.
 
-    SmoothQuant's balance of the largest input of a channel with its weights. A weight counts relative to the largest
-    one in its row, which sets the scale of the row, and a column by the root of its mean square: a few large weights in
-    a column are few rows that lose digits.
+    :func:`smooth_inputs` calls this for each pair. SmoothQuant balances the largest input of a channel with the weights
+    that read it. Here a weight counts relative to the largest one in its row, which sets the scale of the row, and a
+    column by the root of its mean square: a few large weights in a column cost the digits of few rows.
     """
     assert sample.low is not None
     assert sample.high is not None
