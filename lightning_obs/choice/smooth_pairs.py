@@ -237,7 +237,8 @@ class _Trial:
     ) -> None:
         """Repeat a call of the module around candidates, once for each, and keep the pairs that hold.
 
-        The forward hook of the module calls this. A call that gives another output when it is repeated (random numbers, a cache that grows) can tell nothing.
+        The forward hook of the module calls this. A call that gives another output when it is repeated (random numbers,
+        a cache that grows) can tell nothing.
         """
         if self._is_repeating:  # the hook of a module inside the module that is repeated
             return
