@@ -28,6 +28,9 @@ from lightning_obs.calibration.token_mask import PADDING
 _SAMPLE_ROWS = 1 << 12
 #: the most signs in all these rows together: 16 MiB in int8
 _MOST_SIGNS = 1 << 24
+#: the lowest of the bits of a sample's hash that choose its row: a bit of the hash depends on the bits of the inputs at
+#: and below its place, so it is a high one, and 24 bits from here on are enough for :data:`_SAMPLE_ROWS`
+_FIRST_BIT = 40
 #: by bytes of an element, the integer dtype of the same size, as which the bits of an input are hashed
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -60,8 +63,9 @@ class ProbeSigns:
             args: positional arguments of the call, whose values choose the rows of samples.
             kwargs: keyword arguments of the call.
             number: which tensor of the output it is; tensors of different numbers have independent signs.
-            by_sample: whether the samples of ``(batch, positions, C)`` begin at different rows, if there are rows
-                enough.
+            by_sample: whether the samples begin at different rows, if there are rows enough. ``values`` then has two
+                or three dimensions: :class:`.OutputProbe` sets it for all tensors but logits, which it has flattened
+                to ``(batch, C)`` or ``(batch, positions, C)``.
 
         Returns:
             ``(batch, ..., C)`` in int8, on the device of ``values``; without the batch axis where all samples have the
@@ -164,6 +168,10 @@ def _numbers_of_samples(
     if value.is_complex():
         value = torch.view_as_real(value)
     integers = value.contiguous().view(_INTEGERS[value.itemsize]).long().reshape(samples, -1)
+    if value.itemsize == 8:
+        # A row does not depend on the bits of an input above those that choose it, and a small whole number in float64
+        # has only such bits. So the upper half of the bits is mixed into the lower half.
+        integers = integers ^ (integers >> 32)
     generator = torch.Generator().manual_seed(0)
     if mask is not None and mask.ndim == 2 and value.shape[:2] == mask.shape:
         integers = integers.unflatten(1, (mask.shape[1], -1))
@@ -173,7 +181,7 @@ def _numbers_of_samples(
         factors = _factors(integers.shape[1], generator)
     products = integers * factors.to(integers.device)
     digests = products.reshape(samples, -1).sum(1)  # modulo 2 ** 64: the same in any order
-    return (digests >> 40) & (rows - 1)  # high bits, which depend on all bits of the inputs below them
+    return (digests >> _FIRST_BIT) & (rows - 1)
 
 
 def _factors(count: int, generator: torch.Generator) -> torch.Tensor:

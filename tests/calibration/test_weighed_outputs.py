@@ -71,6 +71,12 @@ def test_a_token_counts_the_squared_gradient_of_the_output_times_random_signs():
     same(sums(model, [{"x": X}]).double(), weighed_by_hand(gradient))
 
 
+def test_samples_of_whole_numbers_in_float64_get_different_signs():
+    x = torch.randint(0, 3, (64, 16), generator=torch.Generator().manual_seed(3)).double()
+    signs = ProbeSigns().of_call(torch.zeros(64, 32), None, (x,), {})
+    assert len(signs.unique(dim=0)) > 60
+
+
 def test_the_sums_estimate_the_change_of_the_output():
     """Of an embedding: the sum over all its numbers, which one probe estimates sample by sample."""
     x = torch.randn(512, 8, 32, generator=torch.Generator().manual_seed(2))
