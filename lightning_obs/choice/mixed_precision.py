@@ -351,7 +351,9 @@ def _solve(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]
 def _best_single_scheme(measured: Sensitivity, limit: int | None, shares: Mapping[str, float]) -> MixedPlan | None:
     """The best plan that uses one scheme and full precision, for engines that read only one scheme.
 
-    Arguments are those of :func:`_solve`.
+    Full precision is in ``measured.candidates`` if the user offers it, but never in ``measured.schemes``. For each
+    scheme, the best plan is computed with the shares of all other schemes at 0, so full precision stays possible in it.
+    :func:`_solve`, whose arguments it takes, calls it if ``measured.alone`` is set.
     """
     mixed = replace(measured, alone=False)
     best: MixedPlan | None = None
@@ -438,7 +440,7 @@ def config_of(
     """A config with one group for each different pair of label and scheme; None if no module has a scheme.
 
     Called by :func:`plan_of`, with the candidate's name as the label, and by :mod:`.observer_choice`, whose labels name
-    the chosen observers. A label that several different schemes have gets a number.
+    the chosen observers. Groups of one label with different schemes are told apart by a number behind the label.
 
     Args:
         modules: by module name, a label and the module's scheme; None: the module stays in full precision.
@@ -461,6 +463,10 @@ def config_of(
         groups_of_name[name] += 1
     config_groups: dict[str, QuantizationScheme] = {}
     for number, ((name, _), scheme) in enumerate(groups.items()):
-        label = name if groups_of_name[name] == 1 else f"{name}_{number}"
+        label = name
+        if groups_of_name[name] > 1:
+            label = f"{name}_{number}"
+            while label in groups_of_name:  # the label of another group
+                label = f"{label}_{number}"
         config_groups[label] = scheme
     return QuantizationConfig(config_groups=config_groups, ignore=[*ignore, *unquantized])

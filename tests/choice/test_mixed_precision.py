@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from rich.console import Console
 from safetensors import safe_open
 from torch import nn
@@ -27,6 +27,7 @@ from lightning_obs import (
 from lightning_obs.choice.mixed_precision import (
     budget_in_bytes,
     choose_schemes,
+    config_of,
     frontier,
     plan_of,
 )
@@ -150,6 +151,17 @@ def test_a_plan_can_be_given_and_is_checked():
         plan_of(measured, {"layer0": "a", "layer1": "b"})
     with pytest.raises(CalibrationError, match=r"no scheme for modules: layer0\. Got 'd'"):
         plan_of(measured, "d")
+
+
+def test_a_numbered_label_is_not_the_label_of_another_group():
+    schemes = [QuantizationScheme(targets=[], weights=QuantizationArgs(num_bits=bits)) for bits in (4, 6, 8)]
+    names = dict(zip(["m0", "m1", "m2"], zip(["a", "a", "a_1"], schemes, strict=True), strict=True))
+    config = config_of(names, [])
+    assert {scheme.targets[0]: scheme.weights.num_bits for scheme in config.config_groups.values()} == {
+        "m0": 4,
+        "m1": 6,
+        "m2": 8,
+    }
 
 
 def test_a_plan_for_210_layers_and_4_schemes_takes_less_than_two_seconds():
