@@ -290,7 +290,13 @@ def _answer(job: Job, model: nn.Module) -> tuple[dict[str, Any], torch.Tensor]:
 
 
 def _first_sample(values: torch.Tensor) -> torch.Tensor:
-    """The first row of a batch; of token ids and masks ``(batch, tokens)``, its first 128 tokens."""
+    """The first row of a batch; of token ids and masks ``(batch, tokens)``, its first 128 tokens.
+
+    :func:`_answer` applies it to each tensor of a batch. A tensor without dimensions (a loss weight) has no rows and is
+    returned as it is.
+    """
+    if not values.ndim:
+        return values
     if values.ndim == 2 and not values.is_floating_point():
         return values[:1, :_CHECK_TOKENS]
     return values[:1]

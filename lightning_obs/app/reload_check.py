@@ -88,18 +88,21 @@ def first_tensor(output: Any) -> tuple[str, Any]:
         Its kind in words (``logits``, ``hidden states`` or ``outputs``), and the tensor.
 
     Raises:
-        ValueError: the output has no tensor.
+        ValueError: the output has no tensor, or only empty ones.
     """
     from torch import Tensor  # here, because `main` must first take this file's folder off the path
     from torch.utils._pytree import tree_leaves
 
     if getattr(output, "logits", None) is not None:
         return "logits", output.logits
-    if hasattr(output, "to_tuple"):
-        return "hidden states", output.to_tuple()[0]
-    for leaf in tree_leaves(output):
+    kind = "outputs"
+    nested = output
+    if hasattr(output, "to_tuple"):  # an output of transformers
+        kind = "hidden states"
+        nested = output.to_tuple()
+    for leaf in tree_leaves(nested):
         if isinstance(leaf, Tensor) and leaf.numel():
-            return "outputs", leaf
+            return kind, leaf
     raise ValueError(f"{type(output).__name__} has no tensor to compare")
 
 

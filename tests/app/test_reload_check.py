@@ -5,10 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_obs import CalibrationError
-from lightning_obs.app.checkpoint import _answer_of_process
+from lightning_obs.app.checkpoint import _answer_of_process, _first_sample
 from lightning_obs.app.reload_check import align, first_tensor
 
 
@@ -65,6 +67,19 @@ def test_the_first_tensor_of_nested_outputs_is_compared(make_output):
     assert (kind, compared is values) == ("outputs", True)
 
 
-def test_an_output_without_tensors_cannot_be_compared():
+def test_the_first_tensor_of_an_output_of_transformers_may_be_nested():
+    hidden = torch.ones(2, 3)
+    kind, compared = first_tensor(BaseModelOutput(hidden_states=(hidden[:0], hidden)))
+    assert (kind, compared is hidden) == ("hidden states", True)
+
+
+@pytest.mark.parametrize("output", [{"words": "none"}, BaseModelOutput()])
+def test_an_output_without_tensors_cannot_be_compared(output):
     with pytest.raises(ValueError, match="has no tensor"):
-        first_tensor({"words": "none"})
+        first_tensor(output)
+
+
+def test_the_first_sample_of_a_batch_keeps_a_tensor_without_dimensions():
+    batch = {"x": torch.ones(4, 3), "weight": torch.tensor(0.5)}
+    sample = apply_to_collection(batch, torch.Tensor, _first_sample)
+    assert (sample["x"].shape, sample["weight"].item()) == ((1, 3), 0.5)
