@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -200,6 +201,7 @@ def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]
     """The words of a command after a change: flags, then overrides, the words of the change, and folders.
 
     The new run must not write into the folders of the old one: ``-name`` is appended to the folders that were typed.
+    Called by :func:`step_command` for the command to show, and by :func:`is_possible` for the command to check.
 
     Args:
         words: the words of the run's command.
@@ -219,10 +221,21 @@ def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]
         if word.startswith("--"):
             flags.append(word)
         elif key in _FOLDERS and "=" in word:
-            folders.append(f"{word.rstrip('/')}-{name}")
+            folders.append(_with_suffix(word, f"-{name}"))
         else:
             overrides.append(word)
     return [*flags, *overrides, *change.words, *folders]
+
+
+def _with_suffix(word: str, suffix: str) -> str:
+    """The override of a path with ``suffix`` behind the path; if the path is in quotes, inside them.
+
+    >>> _with_suffix("output_dir=out/", "-small"), _with_suffix("output_dir='a=b'", "-small")
+    ('output_dir=out-small', "output_dir='a=b-small'")
+    """
+    quote = word[-1] if word.endswith(("'", '"')) else ""
+    unclosed_word = word.removesuffix(quote)
+    return f"{unclosed_word.rstrip('/')}{suffix}{quote}"
 
 
 def _is_left_out(key: str, change: _Change) -> bool:
@@ -244,8 +257,14 @@ def _key(word: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A value of an override in quotes, unless Hydra's grammar takes it without."""
-    if re.fullmatch(r"[\w./\\+@%-]+", text):
+    """A value of an override in quotes; without quotes, if all its characters may stand unquoted in Hydra's grammar.
+
+    These are ASCII letters and digits and ``_ . / \\ + @ % -``. The grammar has a few more, which are quoted here, too.
+    :func:`_change` calls it for a path.
+
+    >>> print(_quoted("out/report.json"), _quoted("it's"))
+    out/report.json 'it\\'s'
+    """
+    if re.fullmatch(r"[\w./\\+@%-]+", text, re.ASCII):
         return text
-    escaped = text.replace("'", "\\'")
-    return f"'{escaped}'"
+    return QuotedString(text=text, quote=Quote.single).with_quotes()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from lightning_obs.app.config_files import config_dir
 from lightning_obs.app.from_config import make_options
@@ -64,6 +65,7 @@ def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
         "scheme=fp8 export.engines=vllm export=checkpoint"
     )
     assert command_of("measure", "evaluate=false", "output_dir=out") == "evaluate=true output_dir=out-measure"
+    assert shlex.split(command_of("measure", "output_dir='a=b/'")) == ["evaluate=true", "output_dir='a=b-measure'"]
     assert command_of("token_scales", "+scheme.input_activations.num_bits=4", "observer=mse", scheme="W8A8") == (
         "scheme=w8a8"
     )
@@ -79,6 +81,14 @@ def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
     assert command_of("untrained", "task=finetune", "task.callback.distill=0", "data.train_batches=9") == (
         "task=calibrate"
     )
+
+
+@pytest.mark.parametrize("folder", ["größe", "it\\'s", "a b=c"])
+def test_hydra_reads_the_report_of_any_folder(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = step_command(Step("leave_out", "", "", "", {}), [], Path(folder))
+    (override,) = OverridesParser.create().parse_overrides(shlex.split(command)[3:])
+    assert override.value() == f"{folder}/report.json"
 
 
 def test_only_python_uses_a_step_that_no_run_is():
