@@ -25,7 +25,7 @@ from lightning_obs.numerics.qparams import scheme_args
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives, on_all_ranks
 from lightning_obs.ranks.sync import partition
-from lightning_obs.schemes.config import SchemeLike, config_groups, make_observer
+from lightning_obs.schemes.config import SchemeLike, config_groups, has_rounding, make_observer
 from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apart
 from lightning_obs.streaming.worker_processes import quantize_in_processes
 
@@ -110,7 +110,11 @@ def _require_workers(workers: int | Collectives) -> None:
 
 
 def _require_no_data(options: CalibrationOptions) -> None:
-    """Raise a CalibrationError for options that need calibration data; it names everything that needs them."""
+    """Raise a CalibrationError for options that need calibration data; it names everything that needs them.
+
+    :func:`quantize_checkpoint` calls it before it reads a file. A rounding counts whether the option ``rounding``, the
+    scheme, ``observers`` or a recipe names it: ``options.config`` holds all of them.
+    """
     static_activations = []
     observers_of_inputs = []
     for group in config_groups(options.config):
@@ -122,7 +126,7 @@ def _require_no_data(options: CalibrationOptions) -> None:
     reasons = static_activations + observers_of_inputs
     if options.config.kv_cache_scheme is not None:
         reasons.append("the kv cache")
-    if options.rounding is not None:
+    if has_rounding(options.config):
         reasons.append("rounding")
     refuse(
         list(dict.fromkeys(reasons)),

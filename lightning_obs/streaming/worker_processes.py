@@ -38,7 +38,7 @@ class _Setup:
     max_shard_size: int | str
     #: how many threads of torch the process may use
     threads: int
-    #: modules of Python to import: a user's, which register observers and engines
+    #: modules of Python that define the run's engines and observers; importing a user's module registers its classes
     imports: list[str]
 
 
@@ -77,7 +77,8 @@ def quantize_in_processes(
         workers: how many processes.
     """
     options = files.observation.options
-    classes = {type(options.engine)}
+    # A process must know the user's engines and observers; importing the module of such a class registers it there.
+    classes: set[type] = {type(engine) for engine in (options.engine, *options.further_engines)}
     for observer in files.observation.observers.values():
         classes.add(type(observer))
     imports = sorted({cls.__module__ for cls in classes})

@@ -198,6 +198,7 @@ def test_other_weights_are_left_out_and_said(tmp_path):
         ("W4A16", {"observers": {"weight": "imatrix_mse"}}, "imatrix_mse on the inputs"),
         ("W4A16", {"kv_cache": "FP8"}, "the kv cache"),
         ("W4A16", {"rounding": "gptq"}, "rounding"),
+        ("W4A16", {"observers": {"weight": {"name": "memoryless_mse", "rounding": "gptq"}}}, "rounding"),
     ],
 )
 def test_a_scheme_that_needs_data_is_refused_before_anything_is_read(scheme, options, needs, tmp_path):
@@ -353,6 +354,19 @@ def test_ranks_share_the_work_and_one_that_fails_leaves_nothing(tmp_path):
     found = run_ranks(on_rank, 2, folder, tmp_path / "three", "fails_elsewhere")
     assert all(text.startswith("rank 1: RuntimeError: no memory: model.layers.") for text in found)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "one", "two"]
+
+
+def test_a_worker_imports_the_classes_of_all_engines(tmp_path, monkeypatch):
+    def executor(workers, context, start, arguments):
+        (setup,) = arguments
+        raise RuntimeError(f"imports {setup.imports}")
+
+    monkeypatch.setattr(worker_processes, "ProcessPoolExecutor", executor)
+    folder = tiny_llama(tmp_path / "model")
+    with pytest.raises(RuntimeError, match=r"imports .*'lightning_obs\.engines\.vllm'"):
+        quantize_checkpoint(
+            folder, tmp_path / "out", "W4A16", ignore=IGNORE, engines=["transformers", "vllm"], workers=2
+        )
 
 
 @pytest.mark.slow
