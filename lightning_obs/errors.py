@@ -177,7 +177,16 @@ def likely(name: str, known: Iterable[str]) -> str:
 
 
 def key_text(key: tuple[str, str], rank: int | None = None, more: str = "") -> str:
-    """An observer's key for a person to read: ``layers.0.fc1 (input, rank 1: 3 of 8 min_vals not finite)``."""
+    """An observer's key for a person to read: ``layers.0.fc1 (input, rank 1: 3 of 8 min_vals not finite)``.
+
+    Called for each observer that an error names. Only ``ranks/sync.py`` passes more than the key, when it compares the
+    statistics of all ranks or sends them.
+
+    Args:
+        key: module name and base name.
+        rank: the rank on which something is wrong with the observer; None: it is not shown.
+        more: what is wrong, such as the name of a statistic that cannot be sent; empty: nothing is added.
+    """
     name, base = key
     return f"{name} ({base}{'' if rank is None else f', rank {rank}'}{more and ': ' + more})"
 

@@ -27,7 +27,7 @@ from lightning_obs.onnx.measured_file import measure_onnx
 from lightning_obs.onnx.onnx_file import bytes_of
 from lightning_obs.report.numbers import human_size
 
-#: by the class of a destination, who reads its files
+#: by name of the class of a destination, who reads its files; classes of the user's own are not supported
 _READERS = {"OnnxFile": "ONNX", "ProgramFile": "torch.export", "GgufFile": "llama.cpp"}
 
 
@@ -83,7 +83,9 @@ class FileExport:
     def write(self, job: Job) -> list[str]:
         """Write the file at the end of a run, and on rank 0 run an ONNX file in onnxruntime, if that is installed.
 
-        ``Calibrate.run`` calls this on every rank, and rank 0 writes.
+        ``Calibrate.run`` calls this on every rank, and rank 0 writes. The options of ``destination`` change for
+        good: for a file that is traced they get ``example`` (which :func:`_measurement` reads) and ``dynamic_shapes``,
+        and for an ONNX file ``measure`` is turned off, because the measurement is made here and not by the writer.
 
         Returns:
             Lines for the closing report.
@@ -94,7 +96,7 @@ class FileExport:
             destination.options["dynamic_shapes"] = self._dynamic_shapes(example)
         is_measured = isinstance(destination, OnnxFile) and destination.options.get("measure", True)
         if is_measured:
-            destination.options["measure"] = False  # the closing report says it
+            destination.options["measure"] = False  # else the writer measures, and prints the measurement itself
         with step(f"writing {destination.path.name}"):
             destination.write(job.callback.results)
         if not job.trainer.is_global_zero:

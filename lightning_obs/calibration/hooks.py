@@ -292,6 +292,8 @@ class _ActivationHook:
         """Whether the present call of the module is not observed; asked at each call."""
         if self._calls.is_paused or self._calls.is_kept or is_inside_quantized(self._target.module):
             return True
+        # With calibrate_all_experts (``are_forced``), experts also run on all tokens of their layer. Only this extra
+        # run (``is_forcing``) is observed, not the model's own calls of the experts.
         if self._experts is not None and self._experts.are_forced and not self._experts.is_forcing:
             return True
         # In backward (a graph task runs), activation checkpointing calls modules again with data already observed.
@@ -327,6 +329,10 @@ class _ActivationHook:
 
     def _observe(self, tokens: torch.Tensor, tensor: torch.Tensor, layout: Layout) -> None:
         """Give an activation to all observers of the module.
+
+        On an accelerator, the activation of an expert is kept until all experts of its layer have run, and observed
+        together with theirs, in fewer kernel launches. :meth:`.ExpertWatch.wait` keeps it for the observers that can
+        wait, and returns the others, which observe it now.
 
         Args:
             tokens: the activation; with a mask, of a convolution, as ``(batch, positions, channels)``.
@@ -422,6 +428,8 @@ def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stac
     adapters = adapters_of(module)
 
     def runs_merged() -> bool:
+        # Whether the module's own output is the whole output: it has no adapters, or quantize_training_forward has
+        # given the LoRA layer a forward that calls only the module. That may change while the hooks are attached.
         return adapters is None or "forward" in vars(adapters)
 
     def observe_output(_: nn.Module, args: Any, output: Any) -> None:

@@ -98,8 +98,8 @@ class CalibrationOptions:
             module's inputs (4 bytes for each pair of channels), with ``weigh_tokens`` also the products of the
             gradients at its outputs. The model's weights do not change; a module gets the integers beside its scale.
             With ``"inputs": "quantized"``, the Hessian is that of the inputs that the quantized modules before the
-            module give: the model's calls are kept (2 GiB at most), and run again block by block. ``"correction"``
-            (0.5 there) is the share of these inputs' errors that the rounding makes up for
+            module give: the model's calls are kept (2 GiB at most), and run again block by block. With these inputs,
+            ``"correction"`` (default: 0.5) is the share of their errors that the rounding makes up for
             (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each
             group, beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); if it says
             nothing, to the nearest number.
@@ -107,8 +107,9 @@ class CalibrationOptions:
             measurements, and needs data and memory for products of inputs; ``"fast"``, which chooses weights without
             data; or the fields of a :class:`~lightning_obs.schemes.recipes.Recipe`. Tensors for which the recipe has no
             choice stay as the scheme says; ``observers`` and ``rounding`` take precedence over it. What a model cannot
-            run is left out, with a warning: before any data, or, of a rounding on quantized inputs, perhaps at their
-            end. A fit that trains the weights uses the recipe's scales without its rounding.
+            run is left out, with a warning before any data. That a model cannot run block by block, as a rounding on
+            quantized inputs needs, may show only once the data have run; the warning then comes at their end. A fit
+            that trains the weights uses the recipe's scales without its rounding.
 
     Attributes:
         config: the one ``QuantizationConfig`` that follows from scheme, targets, ignore, observers, kv_cache, rounding

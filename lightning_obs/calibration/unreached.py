@@ -22,8 +22,10 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     :func:`.borrow_ranges`).
 
     Args:
-        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data. In the record
-            of a part of a model, ``others_have_data`` says whether data reached the other parts.
+        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data; then, in a
+            fit, :meth:`.TrainerSession.finalize` warns instead of raising, and :meth:`.KeptRuns.calibrate` does not
+            try another rounding. In the record of a part of a model, ``others_have_data`` says whether data reached
+            the other parts.
         unreached: the observers that no data reached on any rank, without those that have a stand-in.
 
     Returns:
@@ -42,7 +44,8 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     observation.lacks_data = True
     if len(lacking) == len(required) and not observation.others_have_data:
         raise _no_data_at_all(observation, required)
-    # A loader would allocate scales for an attention module and leave them uninitialized, so it cannot be left out.
+    # compressed-tensors, by which transformers loads a checkpoint, allocates scales of the kv cache in every attention
+    # module. Those that the checkpoint lacks would stay uninitialized, so no attention module can be left out.
     needs_all_scales = any(base in ATTENTION for _, base in lacking)
     may_be_left = observation.options.on_missing == "warn" or observation.is_fitting
     if needs_all_scales or not may_be_left:

@@ -72,11 +72,13 @@ class WeightRounding(Observer):
         """Round the weight ``value``, ``(R, C)``, and keep the result in ``rounded``.
 
         Where other observers choose a range, this one rounds. ``finalize`` calls it on the rank that owns the weight,
-        and :func:`.judge_fit` for its second fit. ``g_idx`` is not used.
+        and :func:`.judge_fit` for its second fit. ``g_idx`` is not used. As in every observer, the statistic is set
+        inside :func:`.observing`: outside inference mode, without gradients, and ``is_finite`` becomes False, so that
+        ``rounded`` is checked for NaN before it is shared over ranks.
         """
         qparams: Any = self._qparams
         options = self.rounding or RoundingOptions()  # ``rounding``: the options that the base class read from ``args``
-        with observing(self):  # outside inference mode; ``rounded`` counts as not checked for NaN
+        with observing(self):
             self.rounded = round_by_hessian(
                 self._target(value, options),
                 qparams,

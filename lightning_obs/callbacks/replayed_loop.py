@@ -171,7 +171,7 @@ class ReplayedLoop:
 def metrics_of(trainer: Trainer) -> dict[str, dict[str, Any]]:
     """Return copies of the metrics that the Trainer shows now, with which a :class:`ReplayedLoop` begins.
 
-    Called before the first batch of the first pass.
+    :class:`.QuantizedValidation` calls it before the first batch of the first pass.
     """
     connector = trainer._logger_connector
     return {name: dict(getattr(connector, name)) for name in _METRICS}

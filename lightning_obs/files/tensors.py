@@ -111,7 +111,7 @@ class TensorWriter:
 
     Exports make one, and so does the calibration layer by layer for the file of each part. The constructor writes
     the headers, and an index if there are several files; tensors follow in any order, by :meth:`write` or
-    :meth:`copy`; :meth:`require_complete` checks the end.
+    :meth:`copy`. :meth:`require_complete` checks that none is missing.
 
     Args:
         folder: an existing folder.
@@ -147,7 +147,9 @@ class TensorWriter:
     def _begin_file(self, path: Path, layout: Mapping[str, torch.Tensor]) -> None:
         """Write a file's header, give it its final size, and keep the place of each tensor.
 
-        Several processes may do this to one file, each for its own share of the tensors: all write the same bytes.
+        Several processes may do this to one file, in which each then writes its share of the tensors: all get the whole
+        layout, so they write the same header. ``quantize_checkpoint`` works so. It does not call
+        :meth:`require_complete`, but compares the bytes that all processes have written with the size of the layout.
 
         Args:
             path: the path of the file.
@@ -227,7 +229,11 @@ class TensorWriter:
         self._tally.add(name, copied)
 
     def require_complete(self) -> None:
-        """Refuse files that lack tensors, or rows of them; an export calls it after its last tensor."""
+        """Refuse files that lack tensors, or rows of them.
+
+        For files that this writer has written alone. An export calls it after its last tensor, a calibration layer by
+        layer after the last tensor of each part's file.
+        """
         incomplete = [name for name, missing in self._bytes_missing.items() if missing]
         refuse(incomplete, "tensors of the checkpoint were not written")
 

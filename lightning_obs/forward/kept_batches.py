@@ -128,7 +128,8 @@ class _TensorsToCpu(TorchFunctionMode):
 
     Attributes:
         devices: the device of each original, by the id of its copy.
-        copied_bytes: size of all copies [bytes].
+        copied_bytes: size of all copies with the layout ``torch.strided`` [bytes]. Others (sparse tensors) are not
+            counted: torch defines no ``nbytes`` for them.
     """
 
     def __init__(self) -> None:

@@ -609,7 +609,10 @@ def _combine_shared(
         attributes = observer.__dict__
         earlier = [attributes.get(name) for name in names]
         identities = tuple(map(id, earlier))
-        if identities not in measurement.combined or not observer._declares_all:
+        # Observers of one kind that hold the same statistics share the combined ones. Not if the class sets attributes
+        # beside its ``statistics`` while it observes: they may differ, so that each such observer combines for itself.
+        may_share = observer._declares_all
+        if identities not in measurement.combined or not may_share:
             if of_inputs:
                 combine_declared(observer, measurement.statistics, of_inputs)
             else:

@@ -1,7 +1,7 @@
 """The hyperparameters of a range search, and the candidates that follow from them.
 
-``memoryless_mse``, ``mse``, ``imatrix_mse``, ``local_hessian``, ``hessian`` and ``histogram`` have these
-hyperparameters, each with its own defaults. The search itself is :mod:`lightning_obs.numerics.search`.
+``memoryless_mse``, ``mse``, ``imatrix_mse``, ``local_hessian`` and ``hessian`` have these hyperparameters, each with
+its own defaults; ``histogram`` has all but ``expand``. The search itself is :mod:`lightning_obs.numerics.search`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,11 @@ def options_of(observer: Any, to_the_end: bool = False) -> SearchOptions:
 
 
 def check_options(observer: Observer) -> None:
-    """Raise a CalibrationError for a search hyperparameter outside its limits; observers' constructors call it."""
+    """Raise a CalibrationError for a search hyperparameter outside its limits.
+
+    The constructors of ``memoryless_mse``, ``imatrix_mse``, ``local_hessian`` and their subclasses call it. That of
+    ``histogram``, which has no ``expand``, has checks of its own.
+    """
     positive = (sys.float_info.min, sys.float_info.max, "a positive number")
     limits = {
         "maxshrink": (0.0, 1.0, "a value in [0, 1]"),

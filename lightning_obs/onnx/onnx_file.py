@@ -393,6 +393,7 @@ def _save(program: Any, file: Path, overwrite: bool) -> None:
             if weights is None:
                 ir.save(model, partial_file)
             else:
+                # whole_file's temporary path is in a hidden folder of its own; onnx_ir writes the weights beside it.
                 ir.save(model, partial_file, external_data=weights.name)
                 os.replace(partial_file.with_name(weights.name), weights)
     except BaseException:

@@ -77,7 +77,9 @@ COLUMNS = [
     Column("sensitivity", "sensitivity", smallest_first=False),
     Column("choice", "choice"),
 ]
-#: keys of a row that are lists or texts for the page alone
+#: Keys of a row that are left out of ``layers.csv``. Four are lists or dicts, which a cell cannot hold: the input's
+#: ``histogram``, the ranges of output ``channels``, both ends of the input's ``grid``, and the layers that the output
+#: ``feeds``. ``at``, the layer's place among the calibrated modules, only sorts the pictures of the page.
 _ONLY_PAGE = ("histogram", "channels", "at", "grid", "feeds")
 
 
@@ -244,7 +246,13 @@ def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
 
 
 def _page(report: Report, data: Mapping[str, Any]) -> str:
-    """The text of ``report.html``: the template with the data as HTML, and once more as JSON for the page's script."""
+    """The text of ``report.html``: the template with the data as HTML, and once more as JSON for the page's script.
+
+    The JSON, ``shown``, is the data with rounded numbers and with further values for the script: the table's columns,
+    the SQNR below which a layer is poor, the measure by which layers are compared (``lost``: "noise" or "estimated
+    loss"), the names of the modules in each fused set, and the bytes of the quantized model. Called by
+    :func:`write_report`.
+    """
     loader = FileSystemLoader(_TEMPLATES)
     environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
     environment.filters["parts"] = _parts
@@ -263,7 +271,9 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["poor"] = POOR_SQNR
     shown["lost"] = report.lost
     shown["fused"] = [] if report.result is None else report.result.plan.fused
-    shown["size"] = None if report.written.sizes is None else report.written.sizes[1]
+    shown["size"] = None
+    if report.written.sizes is not None:
+        _, shown["size"] = report.written.sizes  # bytes before and after quantization
     template = environment.get_template("report.html.j2")
     return template.render(
         data=data,

@@ -166,12 +166,13 @@ class Recipe:
         """The observer for the inputs of a group of a scheme; None: they keep the scheme's own.
 
         ``resolve_config`` calls it when the options are made. Only inputs in integers with one calibrated scale for the
-        whole tensor have a choice.
+        whole tensor have a choice. So inputs with ``dynamic=True`` have none: their scales are computed at each call.
+        Nor have inputs with ``dynamic="local"``, whose strategy is TENSOR_GROUP.
         """
         if inputs is None or inputs.dynamic is True or inputs.type != QuantizationType.INT:
             return None
-        counts_values = inputs.strategy == QuantizationStrategy.TENSOR
-        return self.integer_inputs if counts_values else None
+        has_one_scale = inputs.strategy == QuantizationStrategy.TENSOR
+        return self.integer_inputs if has_one_scale else None
 
     def with_weights(self, change: Callable[[WeightChoice], WeightChoice]) -> Recipe:
         """A copy with ``change(choice)`` in place of each choice for weights; called by the ``without_...`` methods."""
@@ -185,15 +186,17 @@ class Recipe:
     def without_token_weights(self) -> Recipe:
         """The recipe for models that cannot be run backward: all tokens count alike.
 
-        Called before any data for such a model, and for every calibration layer by layer.
+        Called before any data: by :func:`.fitted_options` when a session is made for such a model, and by
+        :func:`~lightning_obs.calibrate_layerwise` for every model, since it never runs the whole model backward.
         """
         return self.with_weights(lambda choice: choice.without("weigh_tokens"))
 
     def without_quantized_inputs(self) -> Recipe:
         """The recipe for models that cannot be run block by block: weights are rounded by inputs in full precision.
 
-        Called before any data for such a model; by a session that finds out later (``calibration/kept_runs.py``); and
-        by :class:`~lightning_obs.QuantizationAwareTraining` when it is made, if it trains scales.
+        Called by :func:`.fitted_options` before any data, when a session is made for such a model; by
+        :meth:`.KeptRuns.give_up` of a session that finds out later; and by
+        :class:`~lightning_obs.QuantizationAwareTraining` when it is made, if it trains scales.
         """
         return self.with_weights(WeightChoice.with_inputs_in_full_precision)
 
@@ -207,8 +210,9 @@ class Recipe:
     def without_data(self) -> Recipe:
         """The recipe with the choices for weights of ``fast``, which need no data.
 
-        Called before any data, where the inputs of some weight cannot be used for rounding, or their products do not
-        fit in memory.
+        :func:`.fitted_options` calls this before any data, when a session is made, if the inputs of some weight cannot
+        be used for rounding (a convolution's or an embedding's: the columns of such a weight are no input channels), or
+        if the products of all inputs do not fit in memory.
         """
         return replace(self, **{name: getattr(RECIPES["fast"], name) for name in _WEIGHTS})
 

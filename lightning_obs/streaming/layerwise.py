@@ -174,8 +174,10 @@ class _LayerwiseRun:
         refuse(weighed_modules, "weigh_tokens runs the whole model backward", remedy="calibrate it in memory.")
         blocks_name, blocks = find_blocks(source.model)
         self._files = QuantizedFiles(source, session.observation, runs.progress)
+        # To lay out the files, QuantizedFiles has given each planned module meta tensors of its later qparams. They are
+        # removed, because from now on a module with qparams counts as calibrated.
         for target in session.plan.targets:
-            clear_qparams(target.module)  # of their later shapes, with which the files were laid out
+            clear_qparams(target.module)
         self._parts = _module_names_of_parts(source.model, blocks_name, len(blocks))
         self._runner = BlockRunner(session, list(blocks), batches, self._device)
         #: runs the blocks step by step where weights are rounded on quantized inputs; None: ``_runner`` does
@@ -420,7 +422,9 @@ class _LayerwiseRun:
         """Put the files of all parts into the folder of the new checkpoint, and write its other files.
 
         :func:`calibrate_layerwise` calls this on rank 0 once all parts are finished. It also sets the shares of the
-        model that stay in float in the result.
+        model that stay in float in the result. One of the other files is the config, which describes the modules that
+        have qparams. Each module has lost its qparams when its part was written; so all planned modules that were not
+        skipped get meta tensors of their qparams again, and keep them.
         """
         self._finished.require_whole()
         self.result.plan.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)

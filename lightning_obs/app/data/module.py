@@ -140,8 +140,12 @@ class TextData(LightningDataModule):
     def _blocks(self, documents: list[str], batches: int, role: str, option: str, held_out: HeldOutRuns) -> list[Block]:
         """Make the blocks for a number of batches from the first documents, leaving out text that is held out.
 
+        The constructor calls it for the held-out blocks, and then for those to calibrate and to train on. If all
+        documents are chats, a chat is left out as a whole. If only some or none are chats, all are read as text, and
+        runs of tokens are left out.
+
         Args:
-            documents: texts, or chats.
+            documents: texts; the text of a chat is a :class:`.Chat`, a subclass of str.
             batches: the number of batches that are needed.
             role: the use of the blocks (``"held-out"``, ``"calibration"``), for errors.
             option: the key of ``data`` that sets ``batches``, for errors.

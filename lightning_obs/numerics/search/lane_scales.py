@@ -137,9 +137,13 @@ def take_powers(exponents: Any, rule: ScaleRule, scales: Any) -> None:
 def take_units(largest: Any, units: Any) -> None:
     """Write to ``units`` the reciprocal of a power of two near each magnitude ``(r,)``.
 
-    ``measure_rows`` multiplies the values and the scales of each row by it when it reads a block, so that errors
-    neither overflow nor vanish. The power of two is the next above the magnitude; the unit is limited to normal numbers
-    of float32, from the smallest one to ``2 ** 126``.
+    ``measure_rows`` calls it once for each block of rows, before it reads the block. The values of a row, and later its
+    candidates' scales, are multiplied by the row's unit, so that errors neither overflow nor vanish.
+
+    Args:
+        largest: magnitudes of the ranges of the block's rows, ``(r,)``.
+        units: receives the units, ``(r,)``: reciprocals of the next power of two above each magnitude, limited to
+            normal numbers of float32, from the smallest one to ``2 ** 126``.
     """
     for r in range(units.size):
         exponent = i32(f32(largest[r]).view(i32) >> _MANTISSA_BITS)
