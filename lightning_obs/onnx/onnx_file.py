@@ -353,10 +353,14 @@ def trace_onnx(model: nn.Module, arguments: Example) -> Any:
     Raises:
         CalibrationError: torch's exporter failed, with an error of any class.
     """
+    positional = arguments.positional
+    if not arguments.by_name and positional and isinstance(positional[-1], dict):
+        # torch's exporter takes a last positional argument that is a dict for the keyword arguments.
+        positional = (*positional, {})
     try:
         return torch.onnx.export(
             model,
-            arguments.positional,
+            positional,
             kwargs=arguments.by_name,
             dynamic_shapes=arguments.dynamic_shapes,
             opset_version=_OPSET,

@@ -306,6 +306,35 @@ def test_a_model_may_take_one_dict_and_return_another(tmp_path):
     torch.testing.assert_close(torch.from_numpy(width), expected["width"], atol=2e-5, rtol=1e-5)
 
 
+class Scaled(nn.Module):
+    """Takes a tensor and a dict, under one name."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, *inputs):
+        x, options = inputs
+        return self.fc(x * options["scale"])
+
+
+def test_a_dict_may_be_the_last_of_arguments_without_names(tmp_path):
+    torch.manual_seed(0)
+    example = (torch.randn(3, 16), {"scale": torch.rand(3, 1)})
+    model = Scaled().eval()
+    with torch.no_grad(), CalibrationSession(model, "INT8_STATIC"):
+        model(*example)
+    file = export_onnx(model, tmp_path / "m.onnx", example)
+    session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
+    feeds = {}
+    for value, tensor in zip(session.get_inputs(), (example[0], example[1]["scale"]), strict=True):
+        feeds[value.name] = tensor.numpy()
+    [result] = session.run(None, feeds)
+    with torch.no_grad(), quantized(model):
+        expected = model(*example)
+    torch.testing.assert_close(torch.from_numpy(result), expected, atol=2e-5, rtol=1e-5)
+
+
 class Ranges(NamedTuple):
     low: torch.Tensor
     high: torch.Tensor
