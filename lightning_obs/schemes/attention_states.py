@@ -146,10 +146,13 @@ def find_states(
     args = scheme.input_activations
     assert args is not None  # _check_schemes
     _check_scales(model, args, list(cached))
-    states = {base_name: state_args(config, args, base_name) for base_name in base_names}
     targets = []
     for name, module in cached.items():
-        targets.append(PlannedModule(name, module, groups.get(name, scheme), states))
+        scheme_of_module = groups.get(name, scheme)
+        args = scheme_of_module.input_activations  # groups may differ in their observers
+        assert args is not None
+        states = {base_name: state_args(config, args, base_name) for base_name in base_names}
+        targets.append(PlannedModule(name, module, scheme_of_module, states))
     return targets
 
 

@@ -177,6 +177,15 @@ def test_one_scheme_may_be_said_as_group_and_as_cache(tiny_llama):
     assert [list(t.args) for t in found.targets] == [["q", "k", "v"]] * LAYERS
 
 
+def test_each_attention_group_has_its_own_observer(tiny_llama):
+    groups = {}
+    for name, observer in zip(NAMES, ["static_minmax", "minmax"], strict=True):
+        groups[name] = attention(target=name, observer=observer)["attention"]
+    with pytest.warns(CalibrationWarning, match="vLLM wants one target"):
+        found = plan(tiny_llama(), groups)
+    assert [t.states["k"].observer for t in found.targets] == ["static_minmax", "minmax"]
+
+
 def test_a_model_with_a_quantized_cache_is_not_calibrated_again(tiny_llama, batches, tmp_path):
     model = tiny_llama()
     calibrate(model, batches, kv_cache="FP8")
