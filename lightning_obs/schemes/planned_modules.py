@@ -150,7 +150,7 @@ def check_own_sets(own: Sequence[Sequence[str]]) -> None:
         if not isinstance(name, str) or not name or "." in name:
             malformed.append(str(name))
     for fused in own:
-        if len(set(fused)) < 2:
+        if len(set(map(str, fused))) < 2:  # as texts: what is no name may have no hash
             malformed.append(str(list(fused)))
     refuse(
         malformed,

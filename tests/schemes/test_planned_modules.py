@@ -72,6 +72,7 @@ def test_a_known_name_in_a_set_of_one_s_own_belongs_there():
         ([["same", "same"]], "not a fused set"),
         ([["attn.q", "attn.k"]], r"not a fused set: attn\.q, attn\.k.*without dots"),
         ([["a", 3]], "not a fused set: 3"),
+        ([[["a"], "b"]], r"not a fused set: \['a'\]"),
         ([["a", "b"], ["b", "c"]], r"is in two fused sets: b\. Remedy: make them one"),
     ],
 )
