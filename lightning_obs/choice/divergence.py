@@ -321,10 +321,10 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     """Sum the changes of some modules over :data:`BLOCK` neighbouring positions, square the sums, and add them up.
 
     Args:
-        members: for each module, the changes ``(..., positions)`` of each of its calls; ``(samples,)`` if the module's
-            output ``(samples, channels)`` has no positions, and then no two changes are neighbours. If the modules have
-            calls of equal shapes (a fused set), their changes are added before they are squared; otherwise the squares
-            of the modules are added.
+        members: for each module, the changes ``(..., positions)`` of each of its calls. Changes ``(samples,)``, of an
+            output ``(samples, channels)`` without positions, have no neighbours, nor has the change ``()`` of an output
+            ``(channels,)``. If the modules have calls of equal shapes (a fused set), their changes are added before
+            they are squared; otherwise the squares of the modules are added.
     """
     shapes = set()
     for changes_of_calls in members:
@@ -338,8 +338,8 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
         members = [summed]
     total = torch.zeros((), dtype=torch.float64)
     for changes in chain.from_iterable(members):
-        if changes.ndim == 1:
-            changes = changes[:, None]  # one position in each sample
+        if changes.ndim < 2:
+            changes = changes.reshape(-1, 1)  # one position in each sample
         rows = changes.flatten(0, -2)
         missing_positions = -rows.shape[-1] % BLOCK
         padded = nn.functional.pad(rows, (0, missing_positions))

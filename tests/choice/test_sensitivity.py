@@ -63,6 +63,19 @@ def test_the_estimate_is_the_divergence_with_one_layer_quantized(classifier, sch
     assert found.tokens == 2048
 
 
+def test_a_layer_may_be_called_with_a_vector():
+    class Conditioned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.condition, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+
+        def forward(self, x):
+            return self.head(x + self.condition(x[0]))
+
+    estimates = sensitivity(Conditioned(), [torch.randn(64, 32)], {"scheme": INT8}).layers["scheme"]
+    assert estimates["condition"] > 0
+
+
 def test_a_twin_that_works_in_place_gets_copies_of_all_arguments():
     x = torch.ones(2)
     args, kwargs = _arguments_of(nn.ReLU(inplace=True), (x,), {"input": x})
