@@ -21,6 +21,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -259,12 +260,23 @@ def _is_record(value: Any) -> bool:
     return bool(attributes) and all(map(_is_data, attributes.values()))
 
 
-def _is_data(value: Any) -> bool:
-    """Whether a value is a number, a text, a tensor, an array, or a container of these."""
+def _is_data(value: Any, containers: frozenset[int] = frozenset()) -> bool:
+    """Whether a value is None, a number, a text, a tensor that is no Parameter, an array, or a container of these.
+
+    :func:`_is_record` asks it of each attribute, and the function of each item of a container.
+
+    Args:
+        value: the value.
+        containers: ids of the containers that hold the value; a container that holds itself is not read again.
+    """
+    if id(value) in containers:
+        return True
     if isinstance(value, dict):
-        return type(value) in _DICTS and all(map(_is_data, value.values()))
+        is_item_data = partial(_is_data, containers=containers | {id(value)})
+        return type(value) in _DICTS and all(map(is_item_data, value.values()))
     if type(value) in (list, tuple, set, deque):
-        return all(map(_is_data, value))
+        is_item_data = partial(_is_data, containers=containers | {id(value)})
+        return all(map(is_item_data, value))
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
         return True
     return type(value) is np.ndarray or (isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter))

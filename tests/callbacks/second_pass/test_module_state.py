@@ -77,6 +77,16 @@ def test_an_accumulator_of_a_users_class_begins_as_recorded_and_ends_as_the_firs
     assert module.meter.history is history
 
 
+def test_an_accumulator_may_hold_a_list_that_holds_itself():
+    module = Holder()
+    module.meter.history.append(module.meter.history)
+    state = ModuleState(module)
+    module.meter.update(2.0)
+    with state.restored():
+        assert len(module.meter.history) == 1
+        assert module.meter.history[0] is module.meter.history
+
+
 def test_lists_and_metrics_begin_as_recorded_and_end_as_the_first_pass_left_them():
     module = Holder()
     state = ModuleState(module)
