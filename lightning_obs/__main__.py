@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 def main() -> None:
     """Run the command line.
 
-    An error of configuration or calibration is one message and exit code 1, with a traceback if ``HYDRA_FULL_ERROR=1``.
+    - The typed words are checked before Hydra reads them (``checked_words``), which also spells names of options as
+      their files are.
+    - ``described`` writes the part of ``--help`` that lists options.
+    - An error of configuration or calibration is one message (``explained``) and exit code 1. It is raised with its
+      traceback if ``HYDRA_FULL_ERROR=1``.
+    - ``HYDRA_FULL_ERROR`` is 1 in the environment of the process from then on.
     """
     if "--version" in sys.argv[1:]:  # Hydra would print its own version
         print(versions())

@@ -327,7 +327,10 @@ class _Finalization:
     def _judge_fit(self, module_name: str, weight: torch.Tensor) -> None:
         """Estimate the errors of a fitted weight on batches that were kept out, if the module has a hold-out.
 
-        Called on the rank that observes the weight, right after its own observer.
+        Called on the rank that observes the weight, right after the weight's observer has searched the range. Nothing
+        is estimated if the hold-out has no samples of inputs (``sketches``), or if only weights are finalized. The
+        hold-out has the statistics of the batches that are kept out. ``subtract_from`` replaces them by the module's
+        statistics of all batches minus these, and :func:`.judge_fit` fits the weight once more to the difference.
         """
         hold_out = self.observation.hold_outs.get(module_name)
         if hold_out is None or hold_out.sketches is None or not self.activations:
@@ -359,7 +362,10 @@ class _Finalization:
                 remember(self.observation.model)  # on all ranks, which add up the checksums of sharded weights
 
     def _agree_on_result(self, synced: Synced) -> CalibrationResult:
-        """Agree with the other ranks that all have written their qparams, and return the result."""
+        """Agree with the other ranks that all have written their qparams, and return the result.
+
+        Without activations no fit was judged, so the result does not speak of a fit (``is_fitted``).
+        """
         observation = self.observation
         result: CalibrationResult | None = None
         with self.stretch:
@@ -396,6 +402,8 @@ def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[s
 
 def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:
     """Make a result with the fields that follow from the plan alone.
+
+    ``is_fitted`` is True if some weight is fitted to data and the fit is to be judged.
 
     ``finalize`` calls this at its end, and then fills in the other fields. Calibrations part by part
     (:class:`.StepwiseCalibration`, ``quantize_checkpoint`` and ``calibrate_layerwise``) call it for the whole model,

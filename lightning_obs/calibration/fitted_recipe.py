@@ -58,8 +58,9 @@ def _without_unfit_parts(recipe: Recipe, model: nn.Module, plan: Plan, options: 
     """Return the recipe without the parts that the model cannot run, and warn of what was left out.
 
     Weights are chosen without data if rounding cannot use their inputs, or if the products of the inputs do not fit in
-    memory. Quantized inputs are left out if the model cannot be run block by block, token weights if it cannot be run
-    backward, or if their further products do not fit.
+    memory. Quantized inputs are left out if the model cannot be run block by block; they belong to the recipe's
+    rounding, so they are not in use if the user has named another (``options.rounding``). Token weights, which belong
+    to the observers, are left out if the model cannot be run backward, or if their further products do not fit.
     """
     choices = _choices_in_use(recipe, plan, options)
     needs_inputs = any(choice.rounding is not None for choice in choices)

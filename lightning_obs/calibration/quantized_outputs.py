@@ -113,8 +113,9 @@ class _ReaderHooks:
         """Whether the present call of a module is to be recorded: a call in the first batch that is observed.
 
         The hooks here, and the hooks that enter the dispatch mode, ask this at each call. Calls while the observation
-        is paused, and calls inside a quantized forward, are not recorded. Some callers of the model count a batch
-        before it runs, others after it, so ``batches`` is 1 or 0 in the first batch.
+        is paused, and calls inside a quantized forward, are not recorded. Most callers of the model count a batch
+        before it runs, so ``batches`` is 1 in the first batch. Quantized training counts it afterwards: ``batches`` is
+        0 in the first batch, and 1 in the second, which is then recorded as well.
         """
         calls = self.observation.calls
         return calls.batches <= 1 and not calls.is_paused and not is_inside_quantized(module)
@@ -176,6 +177,7 @@ class WatchedFunctions(TorchDispatchMode):
             return func(*args, **kwargs)
         with apart_from_model():
             tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            # What the result will hold (a quantized output, or a sum of such); None: neither. ``keep`` remembers it.
             value = self._readers.note_operation(func, tensors)
         result = func(*args, **kwargs)
         if value is not None:
@@ -208,6 +210,7 @@ def _attach_watch(hooks: _ReaderHooks) -> None:
         callers.pop()
         if not callers:
             modes.pop().__exit__(None, None, None)
+            # The user's code gets these tensors, so each quantized output among them has an unknown reader.
             readers.note_operation(None, _tensors_in(output))
 
     for module in hooks.observation.model.modules():
@@ -228,13 +231,15 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def settle_outputs(observation: Observation, readers: OutputReaders) -> set[str]:
-    """Remove from the plan the outputs that are quantized behind a follower instead.
+    """Remove from the plan the outputs that are not quantized.
 
-    Called by ``finalize``, on every rank, after the records of all ranks were merged and before qparams are computed.
+    These are outputs that a follower reads, whose own output is quantized instead; outputs of blocks that are no sum;
+    and outputs of followers that the model never called. Called by ``finalize``, on every rank, after the records of
+    all ranks were merged and before qparams are computed.
 
     Args:
         observation: its plan and observers lose these outputs.
-        readers: the merged record; its ``followed`` is completed.
+        readers: the merged record; its ``followed`` becomes the set of all removed outputs.
 
     Returns:
         Names of the modules whose output's range begins at zero, because only a ReLU reads the output. Empty for

@@ -109,10 +109,11 @@ class CalibrationSession:
         collectives: Collectives | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        # The decorator shows the options in this signature. Names that are neither options nor arguments are refused.
         refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
         require_kind("token_mask", token_mask, (str,), f"the name of an argument of the model, such as {PADDING!r}")
         requested_options = CalibrationOptions.of(scheme, **options)
-        register_surroundings(model)
+        register_surroundings(model)  # notes wrappers, offloading hooks and LoRA layers on the modules
         self.model = unwrapped(model)
         self.observation = Observation.of_model(self.model, requested_options, collectives)
         self.options = self.observation.options

@@ -328,7 +328,9 @@ class StepwiseCalibration:
             # Only an error leaves this True, and no part follows it.
             self.observation.lacks_data = part.lacks_data
         self.observation.skipped |= part.skipped
-        self.result.add(part_result)  # skipped modules, ranges, fit errors...: all that grows but these two
+        # ``add`` adds skipped modules, ranges, fit errors... It leaves out qparams and modules, which a calibration of
+        # files sets in another way, so they are added here.
+        self.result.add(part_result)
         self.result.qparams |= part_result.qparams
         self.result.modules += part_result.modules
         for name in names:

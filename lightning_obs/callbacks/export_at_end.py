@@ -89,7 +89,11 @@ class ExportAtEnd:
                     destination.check_path()
 
     def _refuse_fit(self, trainer: Trainer) -> None:
-        """Refuse a fit at whose end nothing could be written."""
+        """Refuse a fit that never validates, since files are written after a validation; and the base of a GGUF file.
+
+        The base holds all tensors that are not quantized, as they were before this fit. :meth:`require_possible` calls
+        it when a fit is set up.
+        """
         if not trainer.enable_validation:
             raise CalibrationError(
                 "this fit will not validate, so nothing could be written in the end",

@@ -110,8 +110,8 @@ class _Namespace:
         values: the dict itself.
         recorded: copies of the values, by name.
         untouched: the names whose present values stay.
-        parameters: the parameters of the module. A weight may be computed in place of one of them since, and then its
-            present value stays as well.
+        parameters: the parameters of the module. After the state was recorded, pruning may have begun to compute a
+            weight from a parameter; then the present value of this weight stays as well.
     """
 
     values: dict[str, Any]
@@ -132,7 +132,9 @@ class _Namespace:
         for name, value in self.values.items():
             if name in untouched:
                 restored[name] = value
-        # Between two calibrations the scales of the earlier one are measured on purpose: no check of the weights.
+        # The second pass runs quantized, and that is refused for weights that do not have the checksums of their
+        # calibration (``module_qparams.changed_since``). In a fit, weights that were trained since then are measured
+        # with the earlier scales on purpose; without checksums there is no refusal.
         restored.pop(CHECKSUMS, None)
         self.replace(restored)
 

@@ -318,7 +318,10 @@ class Results:
         The report asks it of each step that it may propose, by the fact ``can_run``. ``report/step.py`` explains the
         names of the steps.
 
-        - A step that calibrates with other options can run if these options fit the model.
+        - A step that calibrates with other options ("leave_out", "token_scales", "rounding", "without_data") can run if
+          these options fit the model.
+        - "smooth", which changes the model before a new calibration, can run if there is one rank and the model has
+          inputs to smooth (:func:`.can_smooth`).
         - A step that uses the model as it is, or makes a new run of its own, can always run.
         - In a callback that trains the model, no other step can run.
         - Metrics can be measured if no second pass measures them, and the last validation has logged some.

@@ -66,9 +66,12 @@ class TrainerSession:
         return self.session is not None and self.session.has_written
 
     def prepare(self, trainer: Trainer, pl_module: LightningModule, options: CalibrationOptions) -> CalibrationSession:
-        """Return the session of the module to calibrate; a new one if the model is another than in the last run.
+        """Return the session of the module to calibrate, ready for this run; called by the callbacks' ``prepare``.
 
-        Called by the callbacks' ``prepare``, when a run or a validation starts.
+        That is when a run or a validation starts. The session is a new one if the model is another than in the last
+        run. With several ranks the strategy must keep statistics exact (:func:`.require_exact`). A model without a
+        ``forward`` cannot be run step by step, so a rounding on quantized inputs is refused for it if the user has
+        named one, and given up with a warning if it is a recipe's.
 
         Args:
             trainer: runs the model now, or will; its strategy tells how ranks communicate.
@@ -76,7 +79,8 @@ class TrainerSession:
             options: the options with which a new session is made.
 
         Raises:
-            CalibrationError: the module cannot be found, or the options do not fit the model or the strategy.
+            CalibrationError: the module cannot be found; the options do not fit the model or the strategy; the user has
+                named a rounding on quantized inputs, and the model has no ``forward`` or cannot run block by block.
         """
         has_ranks = trainer.world_size > 1
         collectives = collectives_of(trainer) if has_ranks else Collectives()

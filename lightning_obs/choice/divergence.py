@@ -87,16 +87,18 @@ def divergences(
 ) -> tuple[Losses, int]:
     """Estimate the KL divergence that each scheme causes in each group of modules.
 
-    The model runs forward and backward once for each batch; hooks run the twins on the inputs of their modules. For the
-    hooks to run, no graph of ``torch.compile`` does, and torch's encoder layers call their Linears instead of computing
-    all in one operation. Gradients of parameters are not computed. Called by :func:`~lightning_obs.sensitivity` once
-    all candidates are calibrated.
+    The model runs forward and backward once for each batch; hooks run the twins on the inputs of their modules.
+    Meanwhile the model runs without the graphs of ``torch.compile``, and torch's encoder layers call their Linears
+    instead of computing all in one operation, because neither the graphs nor the one operation would call the hooks.
+    Gradients of parameters are not computed. Called by :func:`~lightning_obs.sensitivity` once all candidates are
+    calibrated.
 
     Args:
         model: the unquantized model; it is left as it was.
         batches: the arguments of the model for each call.
         twins: by module name, the twins of all schemes.
-        groups: names of the modules of each group; a group gets one estimate for each scheme.
+        groups: names of the modules of each group. A group gets one estimate for each scheme with which any twin ran;
+            0 if the model called none of the group's modules.
         seed: the seed of the random signs of the first batch; each further batch has the next seed.
 
     Returns:
@@ -268,8 +270,10 @@ def _are_all_equal(qparams: Mapping[str, torch.Tensor], others: Mapping[str, tor
 def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes) -> Callable[..., torch.Tensor | None]:
     """Make a forward hook that runs a module's twins when backward reaches the module's output.
 
-    For each twin, the difference between its output and the module's is multiplied by the gradient, summed over
-    channels, and added to ``changes``. A call whose output is empty, or is not a tensor, is skipped.
+    For each twin, the difference between its output and the module's is multiplied by the gradient, summed over the
+    last dimension, and appended to ``changes``. In a Linear the last dimension is the channels. In a convolution it is
+    the width (or length), and the dimension before it then has the place of the positions in :func:`_square`.
+    :func:`_watch_twins` registers the hook. A call whose output is empty, or is not a tensor, is skipped.
 
     Args:
         name: the name of the module.
@@ -288,6 +292,7 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
         @torch.no_grad()
         def change(gradient: torch.Tensor) -> None:
             """Run the twins, and add their changes of the logits, once backward has the gradient at the output."""
+            # The first of alike twins puts its quantized weight into the cache, and the others take it from there.
             caches_of_twins: list[WeightCache] = []
             for number, first in enumerate(alike):
                 cache = WeightCache() if first == number else caches_of_twins[first]

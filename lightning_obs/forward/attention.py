@@ -105,7 +105,8 @@ def register_state_change(
     was_switched_off = value_before(module, _ENABLED) is False
 
     def replace(_: nn.Module, value: torch.Tensor) -> torch.Tensor:
-        setattr(module, _ENABLED, False)  # whoever wrote other scales meanwhile has cleared it
+        # A calibration that wrote scales meanwhile has deleted the attribute, and a module without it would quantize.
+        setattr(module, _ENABLED, False)
         return value if was_switched_off else change(value)
 
     return keep_hook_out(_reader(module, base_name), _REGISTER[base_name](module, replace))
@@ -157,7 +158,8 @@ def _hooked(
     """Put one of compressed-tensors' modules into an attention module for the length of the ``with`` block.
 
     :func:`hooked_attention` enters it once for each attention module and attribute, shared by all users. Copies of the
-    attention module that are made in the block do not have compressed-tensors' module.
+    attention module that are made in the block do not have compressed-tensors' module. Nothing happens if the attention
+    module already has the attribute.
 
     Args:
         model: a model of transformers.
@@ -173,6 +175,10 @@ def _hooked(
     hooks = module._forward_pre_hooks.keys() - earlier_hooks  # compressed-tensors drops their handles
 
     def take_out(attributes: dict[str, Any]) -> None:
+        """Delete compressed-tensors' module and its hooks from the ``__dict__`` of the attention module, or of a copy.
+
+        Called for each copy, and by ``undo`` for the attention module itself.
+        """
         attributes["_modules"].pop(name, None)
         for hook in hooks:
             attributes["_forward_pre_hooks"].pop(hook, None)
@@ -216,6 +222,7 @@ def _attention_function(model: Any) -> Iterator[None]:
     with ExitStack() as stack:
         for module in model.modules():
             if hasattr(module, "config"):
+                # Only copies get plain configs. The module keeps its config, which is restored below: nothing to undo.
                 stack.callback(keep_out_of_copies(module, put_plain, lambda: None))
         try:
             yield

@@ -34,7 +34,7 @@ _Shared: TypeAlias = nn.Module | ModuleType
 
 @dataclass
 class _Block:
-    """An entered context manager and its users; :meth:`SharedBlocks.around` makes and counts.
+    """An entered context manager and its users; :meth:`SharedBlocks.around` makes it, and counts the users.
 
     Attributes:
         stack: exits the context manager when it is closed.

@@ -52,6 +52,8 @@ class ModelCopy:
         with ExitStack() as stack, _DetachedCopies():
             for module in model.modules():
                 take_out = functools.partial(_take_out_watchers, objects)
+                # The model itself keeps its hooks, so there is nothing to take off. At the end of the block the
+                # callback only ends ``take_out`` for later copies.
                 stack.callback(keep_out_of_copies(module, take_out, lambda: None))
             try:
                 copies = deepcopy((model, args, dict(kwargs)), self._memo)

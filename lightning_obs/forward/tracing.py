@@ -117,7 +117,8 @@ def reason_against_weight(module: nn.Module, args: QuantizationArgs) -> str | No
     if args.strategy in (QuantizationStrategy.TENSOR, QuantizationStrategy.CHANNEL):
         return None
     dimensions = len(whole_shape(module) or ())
-    is_plain_matrix = dimensions == 2 and kind_of(module).rows == 0
+    has_outputs_first = kind_of(module).rows == 0  # transformers' Conv1D has its input channels first
+    is_plain_matrix = dimensions == 2 and has_outputs_first
     if args.strategy != QuantizationStrategy.GROUP or not is_plain_matrix:
         return f"weights of {dimensions} dimensions per {args.strategy.value}"
     if hasattr(module, "weight_g_idx"):
@@ -236,7 +237,11 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _user_lines(error: BaseException) -> list[str]:
-    """The innermost line of the user's code that raised the error, as ``["file:line"]``; empty if there is none."""
+    """The innermost line outside torch and this package that raised the error, as ``["file:line"]``; ``[]`` if none.
+
+    It is a line of the user's model, or of a package that the model is from (transformers, say). :func:`exporter_error`
+    names it in its message.
+    """
     packages = (Path(torch.__file__).parent, Path(__file__).parents[1])
     lines = []
     for frame in traceback.extract_tb(error.__traceback__):

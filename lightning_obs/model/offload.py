@@ -159,15 +159,18 @@ def source_of(module: nn.Module, name: str) -> Hashable:
         return id(getattr(module, name))
     path = next(path for path, inner in owner.named_modules() if inner is module)
     key = f"{path}.{name}" if path else name
-    # accelerate's map may be a view with a prefix of the whole model's map.
+    # A module of a larger model has a PrefixedDataset: a view, by a prefix, of the whole model's map.
     key = getattr(weights, "prefix", "") + key
     weights = getattr(weights, "dataset", weights)
+    # The map is a dict of tensors, or an OffloadedWeightsLoader: tensors in memory (``state_dict``), and for those in
+    # files their places (``index``).
     in_memory = getattr(weights, "state_dict", weights).get(key)
     if in_memory is not None:
         return "memory", in_memory.data_ptr()
     in_file = getattr(weights, "index", {}).get(key, {})
     if in_file.get("safetensors_file") is not None:
         return in_file["safetensors_file"], in_file.get("weight_name", key)
+    # A file of accelerate's own, which no other parameter shares.
     return id(getattr(module, name))
 
 

@@ -99,7 +99,9 @@ class LocalHessianObserver(ByInputsObserver):
         "expand": None,
     }
     expand: float
-    _rounds_global_scale = True  # for search_of, see there
+    #: the fused set's global scale is rounded down to a power of two (``Observer.get_global_scale``), as
+    #: :meth:`search_of` takes it for granted
+    _rounds_global_scale = True
     # The fields of `args` on which measure_inputs depends; observers with equal fields share its result.
     _inputs_by: ClassVar[tuple[str, ...]] = ("strategy", "group_size", "block_structure")
 
@@ -116,10 +118,12 @@ class LocalHessianObserver(ByInputsObserver):
         """The options of the search, with a global scale, so that scales of a tensor_group are rounded as when stored.
 
         Called by :meth:`search_by_moments` and, without inputs, by the base class's ``measure``. The final global scale
-        is known only after the search. But it is rounded to a power of two, and group scales are rounded alike for any
-        power of two, so the global scale of the widest candidates is used.
+        is known only after the search. But it is rounded to a power of two (``_rounds_global_scale``). A group scale is
+        multiplied by it and then rounded to float8; a factor that is a power of two changes only the exponent. So group
+        scales are rounded alike for any such factor, and the global scale of the widest candidate (``options.widest``
+        times the observed range) is used.
         """
-        options = options_of(self, to_the_end=True)
+        options = options_of(self, to_the_end=True)  # the last step of the factors is tried, too
         magnitude = observed.abs().amax().float().reshape(1)
         widest = magnitude * options.widest(self.args.num_bits)
         global_scale = compute_global_scale([(-widest, widest)], self.args)
@@ -139,7 +143,9 @@ class LocalHessianObserver(ByInputsObserver):
         """Search each scale's range by its blocks of the Hessian, ``moments`` ``(T, t, t)``; ``g_idx`` must be None.
 
         The base class calls it when finalize passes the weight ``value`` to the observer. ``moments`` is changed in
-        place.
+        place. Blocks of the Hessian are of neighbouring columns, so groups that scatter their columns (``g_idx``) are
+        refused. ``observed`` becomes the weight as it is, in whole blocks; or ``(N, *Q, G)``: N observations for each
+        scale, Q the shape of the scales.
         """
         blocks, width, _ = moments.shape
         channels = blocks * width
@@ -161,6 +167,7 @@ class LocalHessianObserver(ByInputsObserver):
             filling = last_column.expand(-1, channels - columns_of_scale)
             filled = torch.cat([value, filling], 1)
             is_one_scale = self.args.strategy == QuantizationStrategy.TENSOR
+            # One scale: N = R, Q = (1,). A scale for each row: N = 1, Q = (R, 1). In both, G = T * t.
             observed = filled.unsqueeze(1) if is_one_scale else filled[None, :, None]
             columns_of_scale = channels
         hessian = moments.view(-1, columns_of_scale // width, width, width)

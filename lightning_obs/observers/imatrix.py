@@ -86,10 +86,13 @@ class IMatrixMSEObserver(ByInputsObserver):
     def search_by_moments(self, moments: torch.Tensor, value: torch.Tensor, g_idx: torch.Tensor | None) -> MinMaxTuple:
         """Search the ranges with the columns weighed by ``moments``, the relative mean squares of the inputs, ``(C,)``.
 
-        The base class calls it when finalize passes the weight ``value`` to the observer.
+        The base class calls it when finalize passes the weight ``value``, ``(R, C)``, to the observer. ``g_idx``: the
+        group of each column, ``(C,)``, for a weight in activation order; else None.
         """
         channels = len(moments)
         require_fit(self, channels, value, fits=value.shape[-1] == channels)
+        # ``(I, G)``: the weights of the I scales that follow each other in a row of scales, laid out as the weight is.
+        # A scale that covers several rows has the moments once for each of them.
         rows, _ = covered_by_scale(self.args, value.shape)
         importance = flatten_for_calibration(moments.expand(rows, -1), "weight", self.args, g_idx)
         importance = importance.flatten(0, -2)

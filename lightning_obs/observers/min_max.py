@@ -30,6 +30,7 @@ class MemorylessMinMaxObserver(Observer):
             counterpart. Default: False.
     """
 
+    #: "keep": the newest tensor's range; a range that several ranks have is taken from the lowest of them
     statistics = (
         Statistic("min_vals", "keep"),
         Statistic("max_vals", "keep"),
@@ -64,10 +65,12 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     Observes ``(N, *Q, G)``; ranges are ``(*Q,)``. It has the hyperparameters of ``memoryless_minmax``.
     """
 
+    #: the least of all lows and the largest of all highs, over batches and ranks
     statistics = (
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
+    #: ``min_vals`` and ``max_vals`` are the extremes of all observed values; finalize reads this and reports them
     keeps_extremes = True
     hyperparameters: ClassVar[Hyperparameters] = {}
 

@@ -39,8 +39,9 @@ class MemorylessMSEObserver(Observer):
             2.4.
         expand (float): factor on the range before the search, at least 1. Default: 1.
         signed (bool): whether the scale is negative where the range reaches farther above zero than below, for weights
-            in symmetric integer formats. The widest candidate is then ``2 ** bits / (2 ** bits - 1)`` times the range,
-            whose scale has the magnitude of the widest candidate's scale without ``signed``. Default: False.
+            in symmetric integer formats. A signed scale of the same range is smaller. So the candidates are then
+            ``2 ** bits / (2 ** bits - 1)`` times as wide, and the widest has a scale of the same magnitude as without
+            ``signed``. Default: False.
 
     Raises:
         CalibrationError: a hyperparameter outside its limits.
@@ -50,7 +51,8 @@ class MemorylessMSEObserver(Observer):
         (Frantar et al., 2022, arXiv:2210.17323).
     """
 
-    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals"), Statistic("max_vals"))
+    #: "keep": the newest tensor's range; a range that several ranks have is taken from the lowest of them
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "keep"), Statistic("max_vals", "keep"))
     hyperparameters: ClassVar[Hyperparameters] = {
         "maxshrink": 0.20,
         "patience": 5,
@@ -69,10 +71,15 @@ class MemorylessMSEObserver(Observer):
         """Search the range of one tensor and keep it as statistics; calibration calls it through ``observer(value)``.
 
         A weight that divides into blocks is read block by block and not copied.
+
+        Args:
+            value: the tensor.
+            g_idx: for a weight in activation order, the group of each column, ``(C,)``; None: the columns are in the
+                order of the groups. A weight in blocks has no groups, so it is not read there.
         """
         if self.base_name != "weight" or not divides_in_blocks(value, self.args):
             return super().forward(value, g_idx)
-        with observing(self):
+        with observing(self):  # without gradients and inference mode, as the base class observes
             ranges = self.search(value)
             self.combine(ranges)
         return self
@@ -116,7 +123,8 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
     """``memoryless_mse`` with candidates from 1.8 down to 0.8 times the range, in steps of 1.8/200: for NVFP4 weights.
 
     FP4 has no number between 4 and 6. With a range wider than the values, the largest value is at 4 in place of 6, and
-    the other values are where the numbers of FP4 are dense.
+    the other values are where the numbers of FP4 are dense. The candidates are those of llm-compressor's observer of
+    this name; a patience of 1000 is more than their number, so that all of them are tried.
     """
 
     hyperparameters: ClassVar[Hyperparameters] = {

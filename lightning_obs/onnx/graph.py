@@ -303,7 +303,7 @@ def _store_4_bit(graph: Any, names: Collection[str]) -> None:
 
 
 def _constant(graph: Any, name: str, array: Any, dtype: Any) -> Any:
-    """A new initializer of the graph, of a name that is not in use."""
+    """A new initializer of the graph. ``name`` must be that of no other value in the graph; this is not checked."""
     tensor = ir.tensor(np.ascontiguousarray(array, dtype=dtype), name=name)
     value = ir.Value(name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
     graph.register_initializer(value)

@@ -35,29 +35,30 @@ def finish(graph_module: fx.GraphModule) -> None:
 
 
 class _QuantizedWeight(NamedTuple):
-    """The constants of a dequantize operation for a weight, whose first dimension are its output channels.
+    """The constants of a dequantize operation that makes a weight.
 
     :func:`_quantized_weight` reads them from the graph, and :func:`_fold` multiplies a batch norm into them.
     """
 
-    codes: torch.Tensor
-    #: ``(channels,)``, as are the zero points
-    scales: torch.Tensor
-    zero_points: torch.Tensor
+    codes: torch.Tensor  # int8, (channels, ...): the shape of the weight, with the output channels first
+    scales: torch.Tensor  # (channels,)
+    zero_points: torch.Tensor  # (channels,)
 
     def times(self, factor: torch.Tensor, lowest: int) -> _QuantizedWeight | None:
         """Return the weight times a factor for each output channel; ``_fold`` multiplies a batch norm into it.
 
         Kernels take only positive scales. So in channels with a negative factor, codes and zero points change their
         signs, and the scale is multiplied by the factor's absolute value. A channel whose scale would become 0 (a batch
-        norm with a ``gamma`` of 0) keeps its scale, and all its codes become the zero point.
+        norm with a ``gamma`` of 0), or smaller than the normal numbers of float32, keeps its scale, and all its codes
+        become the zero point.
 
         Args:
             factor: ``(channels,)`` in float64.
-            lowest: the smallest code, which has no counterpart of the other sign.
+            lowest: the smallest code, ``-2 ** (bits - 1)``. Codes are signed, so it has no counterpart of the other
+                sign.
 
         Returns:
-            None if a code that would change its sign is the smallest.
+            None if a code or zero point that would change its sign is the smallest code.
         """
         is_negative = factor < 0
         for values in (self.codes, self.zero_points):
@@ -146,7 +147,11 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _quantized_weight(graph_module: fx.GraphModule, dequantize: Any) -> _QuantizedWeight | None:
-    """The constants of the operation that makes a product's weight; None if it is none, or has scales per group."""
+    """The constants of the operation that makes a product's weight; :func:`_fold` calls this for each product.
+
+    None if ``dequantize`` is no operation that dequantizes constants by channel or by tensor. A weight with a scale for
+    each group of columns is made by another operation, so it gives None, too.
+    """
     operations = torch.ops.quantized_decomposed
     if _calls(dequantize, operations.dequantize_per_channel):
         codes, scales, zero_points = [_tensor(graph_module, argument) for argument in dequantize.args[:3]]

@@ -19,6 +19,8 @@ from lightning_obs.report.layer_errors import LayerError
 
 #: share of the loss that the named layers hold, where it is spread over many
 _MOST = 0.8
+#: kinds of layers that the sentence names; more would make it hard to read
+_KINDS_SHOWN = 4
 
 
 class LayerLoss(NamedTuple):
@@ -111,9 +113,10 @@ def percent(share: float) -> str:
 def cause_of(report: Report, losses: Sequence[LayerLoss]) -> str:
     """The layers that lose most, and whether weights or inputs cause it; empty where nothing is lost.
 
-    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths. Then the larger
-    share is named, that of their weights or that of their inputs; none of the two where the noise of neither is known,
-    as in a layer that quantizes its output alone. Called by ``judge`` for the sentence below the page's headline.
+    Poor layers are named if they hold half of the loss; else the fewest layers that hold four fifths. The sentence
+    calls the loss "noise" or "estimated loss" (``report.lost``). Then the larger share is named, that of the layers'
+    weights or that of their inputs; neither where the noise of neither is known, as in a layer that quantizes its
+    output alone. Called by ``judge`` for the sentence below the page's headline.
     """
     total = total_loss(losses)
     if not total:
@@ -163,7 +166,10 @@ def _fewest_with(losses: Sequence[LayerLoss], loss: float) -> list[LayerLoss]:
 
 
 def _kinds(names: Sequence[str], count: int) -> str:
-    """How many of ``count`` layers are of which kind; the only layer of a kind is named.
+    """How many of ``count`` layers are of which kind; for :func:`cause_of`. Empty for a single layer.
+
+    The kind of a layer is the last part of its name. The only layer of a kind is shown by its whole name. The layers
+    that ``names`` lacks are counted as fused with the named ones.
 
     >>> _kinds(["1.down_proj", "2.down_proj", "2.v_proj"], 5)
     ': 2 down_proj, 2.v_proj, 2 fused with these'
@@ -183,7 +189,7 @@ def _kinds(names: Sequence[str], count: int) -> str:
         text = f"{number} {kind}" if number > 1 else name_of_kind[kind]
         texts.append(text)
     fused = f", {count - len(names)} fused with these" if len(names) < count else ""
-    return f": {name_list(texts, 4)}{fused}"
+    return f": {name_list(texts, _KINDS_SHOWN)}{fused}"
 
 
 def _stretched(report: Report, layers: Sequence[LayerLoss]) -> str:

@@ -138,7 +138,8 @@ def _each_call(model: nn.Module, see: Callable[[torch.Tensor], None]) -> Iterato
     """Call ``see`` with the logits ``(positions, classes)`` of each call of ``model`` inside the ``with`` block.
 
     Positions that the call's ``attention_mask`` leaves out are not in them. A call is passed over if its output has no
-    logits, or if it is not known which dimension of them the classes are. :meth:`Predictions.kept` and
+    logits, if it is not known which dimension of them the classes are, or if there is one class only (a regression),
+    whose distribution never changes. :meth:`Predictions.kept` and
     :meth:`Predictions.compared` enter it. Its hook is not in copies that are made of the model meanwhile.
     """
     last_layer = LastLayer()

@@ -22,10 +22,15 @@ from lightning_obs.schemes.config import as_names
 
 #: characters of a line that no table needs; rich measures a table only within a width
 _WIDEST = 1000
+#: poor layers that are named: more than in other lines, because they are what to look at next
+_POOR_SHOWN = 30
 
 
 def summary(report: Report, worst: int = 5) -> RenderableType:
     """The closing report of a calibration, with as many of its worst layers as ``worst`` says.
+
+    First the scheme and the facts of the calibration on one line (modules, observers, batches, seconds), then the table
+    of the worst layers (``report.errors`` has the worst first), then :func:`_lines`.
 
     ``publish_report`` of the command line prints it at the end of a run (:func:`print_report`).
     """
@@ -43,14 +48,13 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
     """The lines below the table of layers, for :func:`summary`.
 
     The poor layers; the modules without data; the experts' tokens; the modules that borrowed the range of others; the
-    facts of the run; and the report's own lines, of which a string is one.
+    facts of the run; and the lines of ``report.lines``, which may be a single string: one line.
     """
     lines: list[str] = []
     poor = report.poor_layers
     if poor:
-        lines.append(
-            f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {name_list(poor, 30)}"
-        )
+        names = name_list(poor, _POOR_SHOWN)
+        lines.append(f"{len(poor)} layers below {POOR_SQNR:.0f} dB (and fused with them) cost most: {names}")
     if result.skipped:
         lines.append(f"left in full precision, no data reached them: {name_list(result.skipped)}")
     texts = facts(report)
@@ -68,9 +72,9 @@ def _lines(report: Report, result: CalibrationResult) -> list[str]:
 def layer_table(errors: Sequence[LayerError]) -> Table:
     """Layers with their error, one row each.
 
-    Where outputs were measured, the columns are name, SQNR, clipped share and input range, and so they are where no
-    weight's error is known. Where weights are known without outputs, the columns are the name and all others that have
-    a value. Rows without any value are left out, unless all rows are without.
+    The columns are name, SQNR, clipped share and input range. If no output was measured, but errors of weights are
+    known, these columns may be empty; so the columns are then the name, and of all others those that have a value. Rows
+    without any value are left out; if no row has a value, all are shown.
 
     A callback prints it after a calibration (``Results.show_calibration``), and :func:`summary` holds it.
     """

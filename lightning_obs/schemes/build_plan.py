@@ -121,7 +121,7 @@ def _with_weights(targets: Sequence[PlannedModule]) -> list[PlannedModule]:
 
 
 def _groups_by_target(config: QuantizationConfig) -> dict[str, QuantizationScheme]:
-    """The group of each target; a target of two groups is refused."""
+    """The group of each target. A target that is in two groups, or twice in one, is refused."""
     groups_by_target: dict[str, QuantizationScheme] = {}
     repeated: set[str] = set()
     for group in config_groups(config):
@@ -141,7 +141,9 @@ def _add_matching_modules(
 ) -> set[str]:
     """Add the modules that the user's targets match to ``targets``, each with its group as scheme.
 
-    Modules that are in ``targets`` already, and modules inside LoRA layers, are not added.
+    Where several targets match a module, the first by compressed-tensors' order counts: a name before a ``re:``
+    pattern, a pattern before a class. Modules that are in ``targets`` already, modules inside LoRA layers, and modules
+    without parameters that only a pattern matches (:func:`is_meant`) are not added.
 
     Returns:
         The names of the added modules that a target matches by their class, not by their name or a ``re:`` pattern.
@@ -166,10 +168,14 @@ def _find_blocks(
 ) -> list[PlannedModule]:
     """The blocks whose outputs a preset with followers may quantize, to be appended to the planned modules.
 
+    Followers are the batch norms and ReLUs that an engine fuses into the layer before them; ``INT8_ONNX`` and
+    ``INT8_TENSORRT`` have a group of them (``FOLLOWERS``). Without this group the list is empty.
+
     A block is a module around convolutions, as the residual block of a ResNet. Its output is quantized if it is a sum
     of quantized outputs, which shows while data run (``calibration/quantized_outputs.py``); torch's own modules never
     return such a sum. Each ``nn.Identity`` in a batch norm is planned, too: a subclass of a batch norm may call it
-    between norm and activation, and the range of the convolution's output is then measured there.
+    between norm and activation, and the range of the convolution's output is then measured there. Batch norms with
+    torch's own forward (``is_follower``) call no submodule.
     """
     group = config.config_groups.get(FOLLOWERS)
     if not isinstance(group, QuantizationScheme):
@@ -317,7 +323,11 @@ def _unplanned_embedding(sharing: Sequence[tuple[str, nn.Module]], planned: Set[
 
 
 def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[PlannedModule]:
-    """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them."""
+    """Planned modules whose weights code of PyTorch, transformers or mamba-ssm reads without calling them.
+
+    :func:`unsuited` and the checks of targets ask for them. A :class:`.LinearAttention` calls its ``out_proj``, unlike
+    the ``nn.MultiheadAttention`` that it is a subclass of.
+    """
     uncalled: set[int] = set()
     for module in model.modules():
         class_name = "Mamba" if "Mamba" in type(module).__name__ else type(module).__name__
@@ -429,8 +439,9 @@ def _check_weights(weighted: Sequence[PlannedModule]) -> None:
 
 
 def _check_adapters(model: nn.Module, targets: list[PlannedModule]) -> None:
-    """Refuse adapters of peft other than LoRA on Linear modules, and any beside weights that FSDP1 shards.
+    """Refuse peft's wrapper, adapters other than LoRA on Linear modules, and any beside weights that FSDP1 shards.
 
+    The wrapper (it has ``get_base_model``) is refused whatever its adapters, because the model inside is to be passed.
     A model that was merged or unloaded by peft 0.18 or older still has a ``peft_config``, but no module of peft.
     """
     layers = [module for module in model.modules() if hasattr(module, "base_layer") and hasattr(module, "merged")]

@@ -106,8 +106,8 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
 
     Args:
         plan: its targets are replaced. The schemes of ``names`` list them by name, because other modules of their
-            class keep their outputs; for the same reason blocks and ``nn.Identity`` modules that keep theirs are
-            listed by name in their scheme.
+            class keep their outputs. For the same reason blocks and ``nn.Identity`` modules that keep theirs are listed
+            by name in their scheme, which is changed in place: ``build_plan`` gives all of them one scheme.
         names: the modules whose outputs are taken out.
     """
     schemes: dict[int, QuantizationScheme] = {}

@@ -41,6 +41,10 @@ def measure(
         search: format and exponent.
         least: the least errors of earlier candidates, ``(r,)`` as this loop returned them; None: there are no earlier
             candidates.
+
+    Returns:
+        ``improved``, ``(C, r)``: whether a candidate's error is below those of all candidates before it, earlier ones
+        included; and ``least``, ``(r,)``: the least errors so far, of earlier candidates and these.
     """
     length = _ERRORS // len(candidates.factors)
     flags = []
@@ -59,7 +63,9 @@ def measure(
 def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
     """The errors of candidates on consecutive rows, ``(C, r)``; infinity where an error is not finite.
 
-    For :func:`measure`, which passes rows and their candidates, and the format and the exponent in ``search``.
+    For :func:`measure`, which passes rows and their candidates, and the format and the exponent in ``search``. The rows
+    are cut into tiles of at most :data:`_TILE` values. A row longer than that is a tile by itself: ``length`` is then
+    0, and ``rows.parts`` takes one row at a time (with I Hessians, I rows).
     """
     length = tile_size(rows.device, _TILE) // rows.size
     errors = []
@@ -70,10 +76,15 @@ def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearc
 
 
 def _errors_of_tile(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
-    """The errors of candidates on a few rows, or on one long row in pieces; for :func:`errors_of`."""
+    """The errors of candidates on a few rows, or on one long row in pieces, ``(C, r)``; for :func:`errors_of`.
+
+    ``importance`` multiplies the error of each value; None: all values count alike. With I Hessians, ``rows.parts`` has
+    cut the rows at multiples of I, so the first row of the tile has the first Hessian.
+    """
     length = tile_size(rows.device, _TILE)
     if rows.hessian is not None:
-        length = max(length, rows.view.shape[3])  # a quadratic form takes all columns
+        columns = rows.view.shape[3]
+        length = max(length, columns)  # a piece holds whole observations: a quadratic form takes all columns
     scale, zero_point = candidates.qparams(search.grid)
     dtype = torch.float64 if rows.size > length else torch.float32
     total = torch.zeros(scale.shape, dtype=dtype, device=scale.device)
