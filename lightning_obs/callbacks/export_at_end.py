@@ -91,8 +91,8 @@ class ExportAtEnd:
     def _refuse_fit(self, trainer: Trainer) -> None:
         """Refuse a fit that never validates, since files are written after a validation; and the base of a GGUF file.
 
-        The base holds all tensors that are not quantized, as they were before this fit. :meth:`require_possible` calls
-        it when a fit is set up.
+        The base holds the weights from before this fit, which would stay in the file where they are not quantized.
+        :meth:`require_possible` calls this method when a fit is set up.
         """
         if not trainer.enable_validation:
             raise CalibrationError(
