@@ -91,6 +91,7 @@ class LatticeObserver(MemorylessMSEObserver):
             )
         if not can_be_signed(base_name, args):
             # The class's default is True. A value of the user's is kept: the base class refuses True.
+            # ``args.observer_kwargs`` is a dict: compressed-tensors refuses args with None there.
             observer_kwargs = {"signed": False, **args.observer_kwargs, **observer_kwargs}
         super().__init__(base_name, args, **observer_kwargs)
 
