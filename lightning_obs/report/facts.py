@@ -11,7 +11,7 @@ from statistics import median, median_low
 from typing import Any
 
 import torch
-from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization import QuantizationArgs, QuantizationStrategy
 from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
 
@@ -52,7 +52,7 @@ class LayerFacts:
     input_observer: str  # name of the observer that chose the input's range; empty: none did
     before: int  # bytes of all its tensors in the model
     after: int  # bytes of all its tensors in a checkpoint
-    outputs: int  # number of output channels that have scales of their own; 0: none has
+    outputs: int  # number of output channels that have scales of their own; 0: they share scales
     #: for each output channel, the largest weight that its scales can represent; of more than 48 channels, the largest
     #: one in each of 48 runs of neighbours
     channels: list[float]
@@ -399,7 +399,8 @@ def _layer_facts(session: CalibrationSession, target: PlannedModule, size: tuple
     weight_args = target.args.get("weight")
     input_args = target.args.get("input")
     weight_scale = qparams.get(f"{target.name}.weight_scale")
-    outputs, channels = _channels(weight_args, weight_scale)
+    weight_global_scale = qparams.get(f"{target.name}.weight_global_scale")
+    outputs, channels = _channels(weight_args, weight_scale, weight_global_scale)
     input_scale = qparams.get(f"{target.name}.input_scale")
     input_zero_point = qparams.get(f"{target.name}.input_zero_point")
     return LayerFacts(
@@ -453,15 +454,26 @@ def _kind(module: nn.Module, key: str, is_target: bool) -> str:
     return "embeddings" if isinstance(module, nn.Embedding) else "full precision"
 
 
-def _channels(args: QuantizationArgs | None, scale: torch.Tensor | None) -> tuple[int, list[float]]:
-    """The number of output channels with scales of their own, and the largest weight that each can represent.
+def _channels(
+    args: QuantizationArgs | None, scale: torch.Tensor | None, global_scale: torch.Tensor | None
+) -> tuple[int, list[float]]:
+    """The values of :attr:`LayerFacts.outputs` and :attr:`LayerFacts.channels`; 0 and none if channels share scales.
 
-    Of more than 48 channels, runs of neighbours give one weight each. 0 and no weights if the channels share a scale.
+    The largest weight of a channel is its largest scale times the largest code, as if the zero point were 0.
+
+    Args:
+        args: how the weight is quantized; None: it is not.
+        scale: its stored scale, ``(R, 1)`` or ``(R, C/g)`` if channels have scales of their own; None: it has none.
+        global_scale: the number by which the stored scale was multiplied (tensor_group); None: by none.
     """
     if args is None or scale is None or scale.ndim < 2 or len(scale) < 2:
         return 0, []
+    if args.strategy == QuantizationStrategy.BLOCK:  # one row of the scale for each block of channels
+        return 0, []
     _, largest_code = calculate_range(args, scale.device)
     largest_scales = scale.detach().float().abs().flatten(1).amax(1)
+    if global_scale is not None:
+        largest_scales = largest_scales / global_scale
     largest_weights = largest_scales * largest_code.float()
     runs = largest_weights.tensor_split(min(CHANNELS, len(largest_weights)))
     return len(largest_weights), [float(run.max()) for run in runs]

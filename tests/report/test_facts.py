@@ -39,3 +39,22 @@ def test_the_bytes_of_a_layer_in_a_wrapper_are_its_own():
     model = net()
     wrapped = nn.Sequential(checkpoint_wrapper(copy.deepcopy(model[0])), model[1])
     assert facts(wrapped) == facts(model)
+
+
+def channels_of(scheme, model):
+    with CalibrationSession(model, scheme, engines="unchecked") as session:
+        pass  # these schemes need no data
+    layer = known_facts(session)["layers"]["0"]
+    return layer.outputs, layer.channels
+
+
+def test_the_largest_weight_of_a_channel_is_that_of_its_scale_divided_by_the_global_scale():
+    model = nn.Sequential(nn.Linear(64, 4))
+    largest_weights = model[0].weight.detach().abs().amax(1)
+    outputs, channels = channels_of("NVFP4A16", model)
+    assert outputs == 4
+    torch.testing.assert_close(torch.tensor(channels), largest_weights, rtol=0.07, atol=0)  # a float8 scale: 1 in 16
+
+
+def test_channels_whose_blocks_share_scales_have_no_scales_of_their_own():
+    assert channels_of("FP8_BLOCK", nn.Sequential(nn.Linear(128, 256))) == (0, [])
