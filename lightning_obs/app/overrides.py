@@ -54,12 +54,22 @@ def checked_words(words: Sequence[str]) -> list[str]:
 
 
 def _raise_for_flag(word: str, words: Sequence[str]) -> None:
-    """Raise for a word that Hydra's argparse does not know, such as ``--scheme=fp8`` or ``--scheme fp8``.
+    """Raise for a word that Hydra's argparse does not take: an unknown flag, or an option in a wrong place.
+
+    An unknown flag is ``--scheme=fp8``, or the first word of ``--scheme fp8``. Options must stand together: argparse
+    takes the first run of them, and leaves over what is behind the next flag (``scheme=fp8 -m data.batches=2,4``).
+    :func:`checked_words` calls this.
 
     Args:
-        word: the unknown word.
-        words: all words; the next one may be the value.
+        word: the word that argparse left over.
+        words: all words; the next one may be the value of a flag.
     """
+    if not word.startswith("-"):
+        raise CalibrationError(
+            f"{word} is behind a flag, and other options are before it",
+            got=" ".join(words),
+            remedy="write all flags (--multirun, --config-dir ...) before the options, or all behind them.",
+        )
     override = word.lstrip("-")
     next_words = words[words.index(word) + 1 :]
     if "=" not in override and next_words and "=" not in next_words[0]:

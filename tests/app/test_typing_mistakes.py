@@ -51,6 +51,7 @@ ROWS = [
     ("--scheme fp8", "unknown flag --scheme. Remedy: write scheme=fp8"),
     ("--scheme=fp8", "unknown flag --scheme=fp8. Remedy: write scheme=fp8"),
     ("-scheme=fp8", "write scheme=fp8"),
+    ("scheme=fp8 -m data.batches=2,4", "write all flags (--multirun, --config-dir ...) before the options"),
     ("scheme fp8", "cannot read 'scheme', which has no `=`. Remedy: write scheme=fp8"),
     ("scheme:fp8", "write scheme=fp8"),
     ("help", "--help"),
