@@ -17,7 +17,8 @@ _WORTH_SAYING = 20
 def say_duration(job: Job, passes: int) -> None:
     """Time the second of two forward passes on a held-out batch, and print an estimate for the whole run.
 
-    A run of fewer than 20 passes prints nothing. ``Calibrate.run`` calls this first.
+    The estimate is of the forward passes alone, without the time to search weights and to write files. A run of fewer
+    than 20 passes prints nothing. ``Calibrate.run`` calls this first.
 
     Args:
         job: the job of the run; its model and data are loaded.
@@ -36,7 +37,8 @@ def say_duration(job: Job, passes: int) -> None:
     minutes = passes * seconds / 60
     say(
         f"· about {minutes:.1f} minutes for {passes} forward passes of {seconds:.2g} s on each of "
-        f"{job.trainer.world_size} device(s), plus the weights and files  (speed=quick: only a few batches)"
+        f"{job.trainer.world_size} device(s); searching weights and writing files comes on top "
+        "(speed=quick takes only a few batches)"
     )
 
 

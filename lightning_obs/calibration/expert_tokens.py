@@ -162,17 +162,18 @@ class ExpertWatch:
 
         A hook of :mod:`.hooks` calls this for each activation of a module that :meth:`may_wait`. Activations wait only
         on an accelerator, where a kernel launch for each expert costs more than its few tokens
-        (:func:`.observe_segments`). An activation that is no matrix or has no elements does not wait, nor does one of
-        whose rows it is not known which count. Before an activation waits, the observers observe those that wait
-        already, if too many bytes would wait, or if an observer would have two activations.
+        (:func:`.observe_segments`). An activation that is no matrix or has no elements does not wait, nor does an
+        activation of which it is unknown which rows count. Before an activation waits, the observers observe those that
+        wait already, if too many bytes would wait, or if an observer would have two activations.
 
         Args:
             name: of the module.
             observers: of the activation.
             value: the activation.
             mask: the tokens of the batch that count, on the host; None: all tokens count.
-            measured: the read cache's statistics of the present tensor. By kind of observer, the waiting activation is
-                kept there too, so that modules that read the same tensor (gate, up) let one copy wait.
+            measured: results from the tensor that was read last, which the hooks keep for the next module that reads
+                it (:class:`.ReadCache`). The waiting activation is kept there, too, by kind of observer, so that
+                modules that read the same tensor (gate, up) let one copy wait.
 
         Returns:
             The observers that must observe the activation now.
@@ -324,12 +325,19 @@ class ExpertWatch:
             counts[index] = counts[index] + self._tokens_that_count(value, calls.mask, name)
 
     def _tokens_that_count(self, value: torch.Tensor, mask: torch.Tensor | None, name: str) -> Any:
-        """How many tokens of an expert's input count: an int, or a scalar tensor where a mask excludes some.
+        """How many tokens of an expert's input count.
+
+        The mask tells it where the layer knows which tokens the expert got, and otherwise where the mask has as many
+        tokens as the input. If neither is so, all tokens of the input are counted, padding, too. :meth:`_count_tokens`
+        calls this.
 
         Args:
             value: the input.
             mask: the tokens of the batch that count; None: all tokens count.
             name: of the container.
+
+        Returns:
+            A scalar tensor if the mask tells the number, else an int.
         """
         tokens = value.shape[:-1].numel()
         if mask is None:
@@ -402,8 +410,8 @@ def _observe_together(activations: Sequence[_Waiting]) -> None:
     """Concatenate the rows of waiting activations, and let each observer observe its rows of them.
 
     Args:
-        activations: of observers of one kind (class, tensor and options), in one batch; either all have a mask or none
-            has. An activation that several observers share is concatenated once.
+        activations: of observers of one kind (class, base name, ``args`` and hyperparameters), in one batch; either all
+            have a mask or none has. An activation that several observers share is concatenated once.
     """
     tensors: list[torch.Tensor] = []
     masks: list[torch.Tensor] = []

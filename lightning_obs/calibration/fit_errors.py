@@ -69,16 +69,22 @@ def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
 
 
 def _fitted(hold_out: HoldOut, weight: torch.Tensor) -> torch.Tensor:
-    """The quantized and dequantized weight, fitted without the batches that are kept out."""
+    """The quantized and dequantized weight ``(R, C)``, fitted without the batches that are kept out.
+
+    The scales come from the hold-out's observer of the weight; the integers from the rounding, if the scheme rounds and
+    a Hessian was gathered, else they are the nearest. :func:`judge_fit` calls this.
+    """
     target = hold_out.target
     observer = hold_out.observers["weight"]
     qparams = _observed(target, observer, weight)
-    data_observers = {(target.name, base): other for base, other in hold_out.observers.items()}
-    stored = {f"weight_{name}": value for name, value in qparams.items()}
-    roundings = make_roundings({(target.name, "weight"): observer}, data_observers, {target.name: stored})
+    # make_roundings takes what it needs by base name: Hessians, and errors of inputs. It leaves the sketches alone.
+    observers_of_module = {(target.name, base): other for base, other in hold_out.observers.items()}
+    qparams_of_module = {f"weight_{name}": value for name, value in qparams.items()}
+    key = (target.name, "weight")
+    roundings = make_roundings({key: observer}, observers_of_module, {target.name: qparams_of_module})
     if not roundings:
         return _nearest(weight, qparams, observer.args)
-    rounding = roundings[target.name, "weight"]
+    rounding = roundings[key]
     rounding(weight)
     zero_point = qparams.get("zero_point")
     global_scale = qparams.get("global_scale")

@@ -42,7 +42,7 @@ from lightning_obs.schemes.planned_modules import PlannedModule
 
 #: one of so many batches is kept out
 KEPT_OUT_OF = 4
-#: the number of rows of a sketch; a sketch of at most so many tokens holds their inputs themselves, with signs
+#: the number of rows of a sketch; a rank's sketch of at most so many tokens holds their inputs themselves, with signs
 ROWS = 512
 #: by how many rows each further 512 tokens are shifted, so that the first tokens of sequences, whose inputs are often
 #: the largest, are not added in the same row
@@ -63,8 +63,8 @@ class InputSketch(Observer):
 
     A :class:`HoldOut` has two. They observe ``(P, ..., C)``: P is 1, or 2 for pairs of an input in full precision and
     the same input of the quantized model, which get equal signs. ``sketch`` is ``(P, 512, C)`` in float32. For a sketch
-    S and a vector d, ``|S d|^2`` approximates the sum of ``(x d)^2`` over all tokens x; with 512 tokens or fewer the
-    two are equal.
+    S and a vector d, ``|S d|^2`` approximates the sum of ``(x d)^2`` over all tokens x. On one rank the two are equal
+    for 512 tokens or fewer; each rank starts at the first row, so in the sum over ranks their tokens share rows.
 
     Attributes:
         rank: of this process; the signs of different ranks are independent.

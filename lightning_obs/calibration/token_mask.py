@@ -80,8 +80,10 @@ class TokenSelection:
     def _remember_layout(self, value: torch.Tensor, counts: torch.Tensor, name: str) -> None:
         """Remember for a module whether its activations have the samples in the first axis.
 
-        Called for each activation before its rows are selected. An activation with as many samples as tokens does not
-        show its layout, so it is ignored.
+        Called for each activation before its rows are selected. A matrix shows samples first if it has one row for each
+        sample; an activation of three dimensions, if its first axes have the shape of the mask. Once an activation has
+        shown the opposite, the answer stays no. Activations that do not show their layout are ignored: those of three
+        dimensions with as many samples as tokens, and those of any other number of dimensions.
 
         Args:
             value: the activation.
@@ -196,7 +198,8 @@ def _unknown_rows(value: torch.Tensor, mask: torch.Tensor, name: str, layout: La
 def require_mask(mask: object, where: str) -> torch.Tensor:
     """Return ``mask`` if it is a tensor of one or two dimensions, else raise a CalibrationError.
 
-    Called for each mask that a user, a batch or a call of the model gives; ``where`` names it in the error.
+    Called by :func:`find_mask` for the mask in a batch, and by ``mask_tokens`` of :mod:`.hooks` for each mask that a
+    session gets, from callbacks, the user or the arguments of the model. ``where`` names the mask in the error.
     """
     if not isinstance(mask, torch.Tensor) or mask.ndim not in (1, 2):
         raise CalibrationError(
@@ -210,12 +213,14 @@ def require_mask(mask: object, where: str) -> torch.Tensor:
 def find_mask(batch: Any, token_mask: str | Callable[[Any], torch.Tensor]) -> torch.Tensor:
     """Return the token mask of a batch of the DataLoader.
 
-    Called before each batch runs: by the callbacks, the command line and the calibration from files.
+    Called before each batch runs, by the callbacks and the calibration from files; and by the command line for the
+    first batch, before the run.
 
     Args:
         batch: of the DataLoader.
         token_mask: the key or the attribute of the batch that holds the mask, or a function that takes the batch and
-            returns the mask.
+            returns the mask. The result of a function is returned unchecked; a session that masks its tokens with it
+            checks it (``mask_tokens`` of :mod:`.hooks`).
 
     Raises:
         CalibrationError: the batch has no such key or attribute, or what it holds is no mask.

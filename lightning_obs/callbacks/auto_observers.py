@@ -151,7 +151,7 @@ class AutoObservers:
         """
         model = session.model
         self._require_inputs(model)
-        kept_inputs = [inputs for inputs, _ in self._inputs.pop_all()]
+        kept_inputs = [inputs for inputs, _note in self._inputs.pop_all()]  # inputs are kept here without a note
         self.stop()
         session.detach()
         self.choice = choose_observers(model, kept_inputs[:SCORED], self._requested, self._candidates or None)
@@ -215,9 +215,18 @@ def split_candidates(observers: Any) -> tuple[Any, Candidates | None]:
 
     Called by the constructor of `CalibrationCallback`.
 
+    Args:
+        observers: ``"auto"``; or a dict by base name, with an observer or a list of observers. A dict's ``"auto"`` is
+            the name of an observer, and from an empty list nothing is chosen. Anything else is returned as it is, for
+            the options to check.
+
     Returns:
         The observers by base name that are no list; the lists by base name, empty for ``"auto"`` (default candidates),
         None if there is nothing to choose.
+
+    Raises:
+        CalibrationError: an entry of a list is neither a name nor a dict with a ``name``. Whether there is an observer
+            of this name is checked before the choice (:meth:`AutoObservers.require_possible`).
 
     >>> split_candidates({"input": "minmax", "weight": ["memoryless_mse", "imatrix_mse"]})
     ({'input': 'minmax'}, {'weight': ['memoryless_mse', 'imatrix_mse']})

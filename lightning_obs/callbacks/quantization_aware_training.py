@@ -139,6 +139,18 @@ class QuantizationAwareTraining(SessionCallback):
             not in float32, and for targets, shapes or devices; at the first step, if nothing will ever calibrate the
             activations; at a batch without its token mask; when ranges are computed, for values that are not finite.
 
+    Attributes:
+        train: as given.
+        quantized_fit: runs the model through fake quantization, and decides when activations are observed.
+        distillation: adds the divergence from the teacher to the loss.
+        batches: tells which tokens of a batch count.
+        changes_of_fit: undoes what a fit has changed in the LightningModule.
+        lost_updates: warns if the first steps leave most of the weights unchanged.
+        options, label, trainer_session, results, export_at_end: as in :class:`.SessionCallback`.
+        parts_of_run: all of these that hooks have to stop at a run's end, stopped in this order: ``trainer_session``,
+            the example for exports (``results.first_call``), ``quantized_fit``, ``batches``, ``changes_of_fit``,
+            ``lost_updates``.
+
     Reference:
         Jacob et al., Quantization and Training of Neural Networks, 2018, arXiv:1712.05877, section 3; for
         ``train`` Esser et al., Learned Step Size Quantization, 2020, arXiv:1902.08153.
@@ -249,8 +261,8 @@ class QuantizationAwareTraining(SessionCallback):
         if training.learned is not None and trainer.optimizers:
             training.learned.join(trainer.optimizers)
         if self.distillation.is_on:
-            log = self.results.logs(trainer)
-            unwrap_step = self.distillation.wrap_step(pl_module, training, self.batches, log)
+            is_logged = self.results.logs(trainer)
+            unwrap_step = self.distillation.wrap_step(pl_module, training, self.batches, is_logged)
             self.changes_of_fit.callback(unwrap_step)
 
     @override
@@ -313,7 +325,7 @@ class QuantizationAwareTraining(SessionCallback):
         if trainer.global_step and not learned.has_changed:
             warn(
                 f"{self.label}: no scale has changed in {trainer.global_step} steps; raise the learning rate. "
-                "A step of Adam changes a scale by about that share of it."
+                "A step of Adam changes a scale by about the learning rate times the scale."
             )
 
     # ------------------------------------------------------------------ validate, test and predict
@@ -426,9 +438,13 @@ class QuantizationAwareTraining(SessionCallback):
 
 
 def _begin_validation(callback: QuantizationAwareTraining, trainer: Trainer, pl_module: LightningModule) -> None:
-    """Begin a validation, unless it has begun; called at its first batch, and on a rank without batches at its end.
+    """Begin a validation, unless it has begun; not in a sanity check that is left out, nor before ``start_epoch``.
 
-    Not in ``on_validation_start``, where a callback that averages weights may still put others into the model.
+    In ``trainer.validate``, first load the callback's state from ``ckpt_path`` if Lightning has not (in a fit it has).
+    Then prepare the session, and let the model run quantized, or be observed for a first calibration.
+
+    Called by ``on_validation_batch_start`` at the first batch, and by ``on_validation_epoch_end`` for a rank without
+    batches. Not in ``on_validation_start``, where a callback that averages weights may still put others into the model.
     """
     if callback.quantized_fit.validation_is_due(trainer):
         restore_outside_of_fit(callback, trainer)

@@ -24,6 +24,8 @@ from lightning_obs.moe.experts import expert_containers, modules_beside, split_e
 from lightning_obs.schemes.config import describe, number_format
 from lightning_obs.schemes.planned_modules import find_fused
 
+# 75 is CUDA capability 7.5: kernels run on it and on every newer one, or up to the capability ``last``. With ``cpu``
+# they run on CPUs, too.
 _CUDA = Hardware(75)
 _CUDA80 = Hardware(80)
 _CPU = Hardware(75, cpu="CPU")
@@ -79,8 +81,9 @@ class VLLM(FamilyEngine):
     name = "vLLM"
     release = "vLLM 0.32"
     families: ClassVar[Sequence[Family]] = FAMILIES
-    remarks_on_others = True  # most checkpoints are loaded by vLLM in the end
-    states = _CPU  # runs a quantized kv cache
+    # remarks are also shown for checkpoints that are written for another engine: vLLM loads most of them in the end
+    remarks_on_others = True
+    states = _CPU  # the hardware that runs a quantized kv cache: CUDA from 7.5 on, and CPUs
 
     @override
     def check(self, planned: PlannedCheckpoint) -> Hardware | None:

@@ -96,7 +96,7 @@ class LearnedScales:
         callback calls this when a fit starts, after Lightning has made the optimizers.
 
         Raises:
-            CalibrationError: no optimizer, or more than one, trains a module.
+            CalibrationError: there are several optimizers, and it is undecided which one trains a module's scale.
         """
         for scale in self._scales.values():
             scale.move_to_module()
@@ -114,10 +114,15 @@ class LearnedScales:
                     group["params"] = [parameter for parameter in group["params"] if id(parameter) in factor_ids]
 
     def _optimizers_of_scales(self, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
-        """For each scale the optimizer that trains its module.
+        """By name of a scale, the optimizer that is to train it; :meth:`join` calls this.
 
-        A module that is frozen is in no optimizer. Its scales are trained by the optimizer of the other modules, if a
-        single one trains all of these.
+        A single optimizer trains all scales. Of several, it is the optimizer that trains the scale's module. A module
+        that is frozen is in no optimizer: its scales go to the optimizer of the other modules, if a single one trains
+        all of these.
+
+        Raises:
+            CalibrationError: there are several optimizers, and more than one trains a module; or a module is in none,
+                and the other modules are not all in one.
         """
         ids_of_optimizers = [_parameter_ids(optimizer) for optimizer in optimizers]
         indices_of_scales: dict[str, set[int]] = {}
@@ -135,7 +140,7 @@ class LearnedScales:
             if len(optimizers) > 1 and len(candidates) != 1:
                 undecided.add(self._scales[name].target.name)
             else:
-                optimizer_of[name] = optimizers[min(candidates, default=0)]
+                optimizer_of[name] = optimizers[min(candidates, default=0)]  # 0: a single one, and all modules frozen
         refuse(
             sorted(undecided),
             "no single optimizer trains these modules, so it is undecided which one trains their scales",

@@ -75,13 +75,15 @@ def _refuse_unreadable(root: nn.Module, wrappers: list[FullyShardedDataParallel]
 
 
 def _initialize_root(root: nn.Module) -> None:
-    """Tell the outermost wrapper that it is the root, as its first forward would.
+    """Tell the outermost wrapper of FSDP1 that it is the root, as its first forward would.
 
-    Else the first unit that is gathered would take itself for the root.
+    Else the first unit that is gathered would take itself for the root. Nothing happens unless ``root`` is this
+    wrapper, or a wrapper of another kind around it (torch.compile's, say; :func:`.inside` steps into these). So nothing
+    happens for a LightningModule that holds the wrapper. :func:`register_fsdp_units` calls this before it reads units.
     """
     outermost: nn.Module | None = root
     while outermost is not None and not isinstance(outermost, FullyShardedDataParallel):
-        outermost = inside(outermost)
+        outermost = inside(outermost)  # None: no wrapper of any kind
     if outermost is not None:
         with torch.inference_mode(False):  # FSDP1 makes buffers here that it writes to later
             outermost.check_is_root()

@@ -114,7 +114,9 @@ class LinearExperts(nn.Module):
 
         Args:
             hidden_states: ``(tokens, hidden)``.
-            top_k_index: ``(tokens, k)``, the experts chosen for each token; an index beyond the last expert is skipped.
+            top_k_index: ``(tokens, k)``, the experts chosen for each token. An index that is no expert's is skipped:
+                ``num_experts``, by which transformers marks the experts of other ranks, any greater one, and negative
+                ones.
             top_k_weights: ``(tokens, k)``, the router's weights of the chosen experts.
 
         Returns:
@@ -215,8 +217,9 @@ def linearize_experts(model: nn.Module) -> list[str]:
         Names of the modules that were replaced.
 
     Raises:
-        CalibrationError: a layout is not known, weights are already quantized, sharded or offloaded, or the outputs of
-            a module would change. The layers before this module are replaced by then.
+        CalibrationError: transformers is too old for its models to be calibrated; nothing is replaced then. Or, for
+            one of the stacked modules: it is the model itself, its layout is not known, its weights are quantized,
+            sharded or offloaded, or its outputs would change. The stacked modules before it are replaced by then.
     """
     require_transformers(model)
     replaced = []
@@ -309,9 +312,9 @@ def hub_names(model: nn.Module) -> dict[str, dict[str, str]]:
 def expert_containers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The experts of every layer, by the name of the module that holds them (their container).
 
-    A container is a :class:`LinearExperts`, or a ``ModuleList`` of two or more modules that is called ``experts``, in a
-    model whose code is not transformers'. (A single expert gets all tokens, like any other module.) A calibration
-    watches these experts; vLLM's checks look at the modules beside them.
+    A container is a :class:`LinearExperts`, or any ``ModuleList`` of two or more modules that is called ``experts``.
+    Models of a user's own code have such lists; who wrote a model is not checked. (A single expert gets all tokens,
+    like any other module.) A calibration watches these experts; vLLM's checks look at the modules beside them.
     """
     containers: dict[str, list[nn.Module]] = {}
     for name, module in model.named_modules():
@@ -497,8 +500,13 @@ def rows_of_expert(origin: nn.Module, item: torch.Tensor, role: str, joined: boo
 
 
 def _gated(origin: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """The product of the activated ``gate`` and ``up``, computed as the stacked module ``origin`` computes it."""
+    """The product of the activated ``gate`` and ``up``, computed as the stacked module ``origin`` computes it.
+
+    :meth:`LinearExpert.forward` calls this. A class of experts in transformers may write a gating of its own as
+    ``_apply_gate`` (gpt-oss clamps both and adds 1 to ``up``), which takes gate and up joined as in the stack.
+    """
     apply_gate = getattr(type(origin), "_apply_gate", None)
+    # transformers' decorator of such classes gives the others the function _default_apply_gate: the product below.
     if apply_gate is None or apply_gate.__name__ == "_default_apply_gate":
         return origin.act_fn(gate) * up
     if getattr(origin, "is_concatenated", True):

@@ -183,7 +183,9 @@ def learned_scale(
 ) -> torch.Tensor:
     """A scale that can be learned and keeps its sign: ``calibrated * exp(log_factor)``.
 
-    Called at each training step by ``fine_tuning/learned_scales.py`` for each scale that is learned.
+    The quantized forward calls it in each call of a module in training (``set_learned_scale`` of
+    ``forward/quantized_forward.py``). ``fine_tuning/learned_scales.py`` calls it when scales are written to the
+    modules, and at the end of a fit to see whether they have changed.
 
     The LSQ paper learns the scale itself. Under Adam, whose steps are about the learning rate for any gradient,
     a step at a learning rate of 0.001 moves a scale of 0.002 by half, and nothing keeps its sign. Here
@@ -426,7 +428,7 @@ def _broadcastable(scale: torch.Tensor, args: QuantizationArgs) -> torch.Tensor:
 
     A grouped parameter is ``(R, C/g)`` for a weight, and ``(..., C/g)`` for the dynamic range of an activation. A
     parameter with one dimension is taken as a column ``(R, 1)``, as in compressed-tensors. So calibrated scales of an
-    activation, ``(C/g,)``, fit neither here nor there; a plan refuses them.
+    activation, ``(C/g,)``, would be misread, here as in compressed-tensors; a plan refuses them.
     """
     if args.strategy in _GROUPED:
         if scale.ndim <= 1:
@@ -468,8 +470,9 @@ def quantize(
 ) -> torch.Tensor:
     """Round a weight to nearest and return its codes ``(R, C)``: int8, float8, or the four bits of E2M1 in int8.
 
-    Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, by ``model/stored.py`` for
-    files of other formats, and by ``fine_tuning/learned_scales.py`` for a frozen weight whose float8 scale is learned.
+    Called by export (``checkpoint/entries.py``) for a weight whose codes it packs itself, and by ``model/stored.py``
+    for files of other formats. Neither calls it for six-bit floats: compressed-tensors packs these, and the other
+    formats do not hold them.
     """
     grid = NumberGrid.of(args)
     qparams = scale, zero_point, args, global_scale

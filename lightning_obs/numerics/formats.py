@@ -160,20 +160,26 @@ class NumberGrid(NamedTuple):
         return self.args.scale_dtype
 
     def qparams(self, low: torch.Tensor, high: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scale and the zero point (None if symmetric) of each range in float32, rounded as they are stored.
+        """The scale and the zero point (None if symmetric) of each range, as the searches compute with them.
 
-        The scales of a tensor_group are rounded only if its global scale is known. Called by the range searches for
-        their candidate ranges.
+        Scales are rounded as they are stored, then converted to float32. Under a global scale the stored number is the
+        rounded product of both scales; the result is this number divided by the global scale. Without it, the scales of
+        a tensor_group are not rounded. Called by the range searches for their candidate ranges.
 
         Args:
             low: smallest value of each range, any shape.
             high: largest value, of the same shape.
+
+        Returns:
+            Both in float32, in the shape of ``low``.
         """
         args = self.args
         if self.signed:
             return signed_scale(low, high, args).float(), None
         if self.global_scale is None and args.scale_dtype != self.scale_dtype:
             args = args.model_copy(update={"scale_dtype": None})
+        # compressed-tensors makes small tensors here. The host must not wait for their upload, and those that it keeps
+        # for the process must not be made in inference mode.
         with no_upload(low.device):
             keep_range_readable(args, low.device)
             scale, zero_point = calculate_qparams(low, high, args, global_scale=self.global_scale)

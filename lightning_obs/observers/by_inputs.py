@@ -62,7 +62,7 @@ class ByInputsObserver(Observer):
     #: :func:`settle_zero_inputs` sets the answers of all observers at once, so that the host waits for an accelerator
     #: once. Later inputs and ``reset`` leave an answer as it is; so finalize sets the answers anew before each search.
     inputs_are_zero: bool | None = None
-    _settings = (*Observer._settings, "inputs_are_zero")
+    _settings = (*Observer._settings, "inputs_are_zero")  # attributes that ``reset`` keeps and that are no statistics
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -78,18 +78,21 @@ class ByInputsObserver(Observer):
     def forward(self, value: torch.Tensor, g_idx: torch.Tensor | None = None) -> Observer:
         """Search the ranges of a weight ``(R, C)`` and keep them as statistics. Finalize calls it after all inputs.
 
+        The search weighs columns by the moments of the inputs; without moments all columns have the same weight.
+
         Args:
             value: the weight; an empty one changes nothing.
             g_idx: the group of each column, ``(C,)``; None: groups are in the order of the columns.
         """
         if not value.numel():
             return self
-        with observing(self):
+        with observing(self):  # without gradients, outside inference mode; new statistics count as not checked for NaN
             moments = relative_moments(self)
             if moments is not None:
                 moments = moments.to(value.device)
                 self.combine(self.search_by_moments(moments, value, g_idx))
             elif divides_in_blocks(value, self.args):
+                # The base class would copy the weight to cut it into blocks; the search reads the blocks in place.
                 measured = self.measure(value)
                 self.combine(measured)
             else:
@@ -104,6 +107,10 @@ class ByInputsObserver(Observer):
 
     def search_of(self, observed: torch.Tensor) -> GridSearch:
         """The options of the search for an observed weight: its candidates, and the error to minimize.
+
+        ``to_the_end`` adds a last candidate, the last step that is not below the factor ``1 - maxshrink``, and lets a
+        ``patience`` of 0 visit all candidates, as in llm-compressor's ``imatrix_mse``. Any other ``patience`` may still
+        end the search before the last candidate.
 
         Called by :meth:`measure` and by the subclasses' ``search_by_moments``.
         """

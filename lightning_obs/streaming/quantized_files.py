@@ -146,13 +146,17 @@ class QuantizedFiles:
         copied: dict[str, CopiedTensor] = {}
         consumed = set()
         for name, location in source.locations.items():
+            name_in_files = location.tensor
+            is_item_of_stack = location.item is not None
             if _module_of(name) in quantized:
-                consumed.add(location.tensor)
-            elif location.item is None:
-                stored_as = source.stored_as.get(name, location.tensor)
-                copied[location.tensor] = CopiedTensor(stored_as, name)
+                consumed.add(name_in_files)
+            elif is_item_of_stack:
+                # A stack comes here once for each of its experts, and the last one's name stays. Any of their names
+                # will do: it tells only to which layer the stack belongs, and the stack is copied from file to file.
+                copied[name_in_files] = CopiedTensor(name_in_files, name)
             else:
-                copied[location.tensor] = CopiedTensor(location.tensor, name)
+                stored_as = source.stored_as.get(name, name_in_files)
+                copied[name_in_files] = CopiedTensor(stored_as, name)
         for tensor in source.reader:
             if tensor not in consumed and tensor not in copied:
                 copied[tensor] = CopiedTensor(tensor)
@@ -211,13 +215,15 @@ class QuantizedFiles:
     def quantize(self, writer: TensorWriter, module_names: Collection[str]) -> None:
         """Load the modules of one fused set, search the ranges of their weights, write their entries, and free them.
 
-        Called by `quantize_checkpoint`, or by one of its processes.
+        Modules that are not planned are written in full precision. Called by `quantize_checkpoint`, or by one of its
+        processes.
 
         Args:
             writer: of the new files.
             module_names: of the fused set, names in the model.
         """
         with self.source.loaded(module_names), calibrated(self.observation, module_names) as result:
+            # None: the set has no planned module. Its modules are other experts of a layer, written in full precision.
             if result is not None:
                 self.grids |= result.grids
             for name in module_names:
@@ -248,10 +254,10 @@ class QuantizedFiles:
             name: of the tensor in the source's files.
         """
         tensor = self.copied[name]
-        meta = self.layout[tensor.stored_as]
+        stored = self.layout[tensor.stored_as]
         if tensor.name_in_model:
-            value = self.source.meta(tensor.name_in_model)
-            if not value.is_meta and value.dtype == meta.dtype and value.shape == meta.shape:
+            value = self.source.meta(tensor.name_in_model)  # a meta tensor only while its module is not loaded
+            if not value.is_meta and value.dtype == stored.dtype and value.shape == stored.shape:
                 writer.write(tensor.stored_as, value)
                 return
         writer.copy(tensor.stored_as, self.source.reader, name)

@@ -63,7 +63,8 @@ class Calibrate(Task):
         quantized: the quality of the exported model; None: not measured.
         result: the result of the calibration; None: not yet calibrated.
         layer_errors: the error of each layer, worst first; empty: not measured.
-        input_counts: how often each input value occurred in the batches of the layer errors, by module name.
+        input_counts: by module name, how often each input value occurred: in the calibration if the input's observer
+            counts values (``histogram``...), else in the batches of the layer errors; empty: no layer was measured.
         smoothing_lines: a line about inputs that were smoothed, for the closing report; empty without ``smooth=true``.
         export_lines: lines about the checkpoint or file, for the closing report.
         report_row: the report's numbers for a table that compares runs; empty on ranks that write no report.
@@ -271,9 +272,9 @@ class Calibrate(Task):
     def measure_layers(self) -> None:
         """Measure each layer's error on ``report.layer_error_batches`` held-out batches, and count the input values.
 
-        :meth:`run` calls it on every rank after the training; with 0 batches nothing is measured. The callback also
-        fills ``input_counts``: by how often each value occurred in these batches, or in the calibration, where an
-        observer of the input has counted its values (``histogram``...).
+        :meth:`run` calls it on every rank after the training; with 0 batches nothing is measured or counted. The
+        callback fills ``input_counts``. If the observer of an input has counted its values in the calibration
+        (``histogram``...), these counts are taken; else the values are counted in the held-out batches.
         """
         batches = self.config.report.layer_error_batches
         if batches < 1:

@@ -144,10 +144,10 @@ def measure_ranges(
     errors to ``out``, (pieces of a row, candidates, rows).
 
     If SCALED, a candidate's scale is read from ``scales``, (candidates, rows). If not, it is computed: the magnitude of
-    the row's range (``low_ends``, ``high_ends``, (rows,)) times one of ``factors``, divided by ``half``; each result is
-    rounded to the dtype of the ends, and a scale of zero is replaced by ``eps``, that of the same dtype. If SHIFTED,
-    zero points are read from ``zeros``, (candidates, rows). If WEIGHED, errors are multiplied by ``importance``,
-    (``repeats``, G).
+    the row's range (``low_ends``, ``high_ends``, (rows,)) times one of ``factors``, divided by ``half``, which is half
+    of the number of steps from ``low`` to ``high``; each result is rounded to the dtype of the ends, and a scale of
+    zero is replaced by ``eps``, that of the same dtype. If SHIFTED, zero points are read from ``zeros``, (candidates,
+    rows). If WEIGHED, errors are multiplied by ``importance``, (``repeats``, G): row r by its row ``r % repeats``.
 
     ``values`` is (A, B, N, G): ``across`` is B, ``wide`` is G, ``size`` is N * G; ``first`` is the index of the first
     of ``rows`` rows. ``low`` to INTEGERS describe the format, see ``nearest``.
