@@ -345,16 +345,16 @@ class _RecomputedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, scale, *parameters = ctx.saved_tensors
         _, needs_input, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
-        weight = parameters[0] if ctx.merge is None else ctx.merge(parameters[0])
         needs_graph = needs_scale or torch.is_grad_enabled()  # the latter for second gradients
-        if needs_graph:
-            with torch.enable_grad():
+        with torch.set_grad_enabled(needs_graph):  # a weight merged without gradients would not require one
+            weight = parameters[0] if ctx.merge is None else ctx.merge(parameters[0])
+            if needs_graph:
                 # Views, so that gradients stop here and reach no hook of a parameter.
                 weight = weight.view_as(weight)
                 scale = scale.view_as(scale)
                 block: Any = nullcontext(ctx.quantize(weight, scale))
-        else:
-            block = ctx.quantize.borrowed(weight, scale)
+            else:
+                block = ctx.quantize.borrowed(weight, scale)
         weight_grad = scale_grad = None
         with block as quantized:
             needs = needs_input, needs_weight or needs_scale, needs_bias

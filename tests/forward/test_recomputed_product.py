@@ -139,6 +139,30 @@ def test_outputs_and_gradients_have_the_bits_of_torchs_own_graph(shape, bias, au
         assert torch.equal(expected, actual)
 
 
+def test_adapters_and_a_learned_scale_have_the_gradients_of_torchs_own_graph():
+    args = preset("W4A16").model_copy(update={"group_size": 16})
+    weight = torch.randn(24, 32)
+    scale, zero_point, _ = qparams_of(weight, args)
+    scale = scale.detach().requires_grad_()
+    adapter = torch.randn(24, 32, requires_grad=True)
+    x = torch.randn(5, 32)
+
+    def merge(weight):
+        return weight + adapter
+
+    quantizer = StaticQuantizer(args, zero_point, None, codes=None, is_scale_learned=True)
+    quantize = WeightQuantizer(nn.Linear(32, 24), quantizer, Scratch())
+    actual_output = recomputed_product(
+        LinearProduct(), x, merge(weight), None, scale, quantize, merge=merge, parameters=[weight, adapter]
+    )
+    expected_output = F.linear(x, quantize(merge(weight), scale))
+    actual = torch.autograd.grad(actual_output.square().sum(), [adapter, scale])
+    expected = torch.autograd.grad(expected_output.square().sum(), [adapter, scale])
+    assert expected[0].any()
+    for actual_gradient, expected_gradient in zip(actual, expected, strict=True):
+        assert torch.equal(actual_gradient, expected_gradient)
+
+
 def test_second_gradients_are_those_of_torchs_own_graph():
     layer = nn.Linear(32, 8)
     x = torch.randn(4, 32, requires_grad=True)
