@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -212,10 +213,13 @@ def resolve_config(
 
 
 def _refuse_several_observers(observers: Any) -> None:
-    """Refuse ``"auto"`` and lists of candidates, which the callback takes, and anything but a dict."""
-    is_mapping = isinstance(observers, Mapping)
-    if is_mapping and not any(isinstance(observer, list) for observer in observers.values()):
-        return
+    """Refuse ``"auto"`` and sequences of candidates, which the callback takes, and all but a dict of single observers.
+
+    A single observer is a name, a dict of its hyperparameters, or None.
+    """
+    if isinstance(observers, Mapping):
+        if all(isinstance(observer, (str, Mapping, NoneType)) for observer in observers.values()):
+            return
     raise CalibrationError(
         "observers",
         got=repr(observers),

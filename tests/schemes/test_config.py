@@ -137,6 +137,11 @@ def test_a_scheme_has_a_short_name(scheme, expected):
         ("FP8", {"observers": ["minmax"]}, r"observers\. Got \['minmax'\], expected one for each base name"),
         (
             "FP8",
+            {"observers": {"input": ("minmax", "mse")}},
+            r"observers\. Got \{'input': \('minmax', 'mse'\)\}, expected one for each base name",
+        ),
+        (
+            "FP8",
             {"observers": {"input": "minmx"}},
             r"unknown observer 'minmx' .did you mean `minmax`.*Expected one of .*minmax",
         ),
