@@ -153,10 +153,11 @@ def _empty_batches(trainer: Trainer, share: float) -> list[KeptBatches]:
     count_of_combined = loop._data_fetcher.length or math.inf
     counts = loop.max_batches if loop._is_sequential else [count_of_combined]
     if share < 1 and math.inf in counts:
+        limit = "limit_test_batches" if step_of(trainer) == "test_step" else "limit_val_batches"
         raise CalibrationError(
             "a share of the batches to evaluate needs their number, and a loader does not know it",
             got=f"evaluate={share}",
-            remedy="evaluate=True, or Trainer(limit_val_batches=<number>).",
+            remedy=f"evaluate=True, or Trainer({limit}=<number>).",
         )
     batches_of_loaders = []
     for count in counts:

@@ -181,16 +181,28 @@ def test_a_share_runs_the_first_batches_only():
     assert torch.equal(calls[4], calls[0])
 
 
-def test_a_share_of_a_loader_without_a_length_is_refused():
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return iter(loader().dataset.tensors[0])
+class Stream(torch.utils.data.IterableDataset):
+    """The samples of the loader, without a length."""
 
+    def __iter__(self):
+        return iter(loader().dataset.tensors[0])
+
+
+def test_a_share_of_a_loader_without_a_length_is_refused():
     data = DataLoader(Stream(), batch_size=4)
     module = Plain()
     module.validation_step = lambda batch, batch_idx: module(batch)
     with pytest.raises(CalibrationError, match=r"a loader does not know it.*evaluate=0\.5.*limit_val_batches"):
         trainer(CalibrationCallback(W2, evaluate=0.5)).validate(module, data, verbose=False)
+
+
+def test_a_test_whose_loader_has_no_length_is_refused_with_the_limit_of_tests():
+    module = Plain()
+    module.test_step = lambda batch, batch_idx: module(batch)
+    run = trainer(CalibrationCallback(W2, evaluate=0.5))
+    run.validate(module, loader(), verbose=False)
+    with pytest.raises(CalibrationError, match=r"a loader does not know it.*Trainer\(limit_test_batches=<number>\)"):
+        run.test(module, DataLoader(Stream(), batch_size=4), verbose=False)
 
 
 def test_several_schemes_have_metrics_of_their_own():
