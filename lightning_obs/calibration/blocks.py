@@ -44,9 +44,11 @@ class Blocks:
     modules: Sequence[nn.Module] = ()
 
     def holds(self, index: int, name: str) -> bool:
-        """Whether the module ``name`` of the model is inside the block ``index``.
+        """Whether the module ``name`` of the model is inside the block ``index``; the block itself is not.
 
-        :class:`.StepwiseCalibration` asks this when a block is finished.
+        :class:`.StepwiseCalibration` asks this when a block is finished, to free the quantized weights inside. A block
+        that is itself a planned module (in a Sequential of Linears) keeps its quantized weight until the end, which
+        costs memory only.
         """
         return name.startswith(f"{self.name}.{index}.")
 

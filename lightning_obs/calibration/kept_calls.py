@@ -41,7 +41,8 @@ class KeptCalls:
     :class:`.KeptRuns` makes one, and calls its methods; a session whose weights are rounded on quantized inputs has it.
 
     Args:
-        observation: of the model. A call is not kept while ``observation.calls`` is paused.
+        observation: of the model. A call is not kept while ``observation.calls`` is paused, nor in a
+            :func:`~lightning_obs.quantized` block.
 
     Attributes:
         obstacle: why a call could not be kept, if a recipe asks for quantized inputs (otherwise that is an error). The
@@ -139,7 +140,8 @@ class KeptCalls:
         """Keep one call; a forward pre-hook of the model, which runs before each call.
 
         It sets ``calls.is_kept``, so that hooks do not observe the modules during this call, even if there was no room
-        to keep it. :meth:`_end_call` resets the mark.
+        to keep it. :meth:`_end_call` resets the mark. Nothing happens while the observation is paused, in a
+        :func:`~lightning_obs.quantized` block (hooks do not observe such calls either), or after an obstacle.
 
         Args:
             model: the model.

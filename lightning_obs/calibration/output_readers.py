@@ -127,8 +127,9 @@ class OutputReaders:
     def note_output(self, name: str, output: torch.Tensor) -> None:
         """Record that a module with a planned output returns ``output``; a forward hook of the module calls this.
 
-        If a submodule has returned the same tensor before, the submodule's output is quantized, and the outer module
-        goes to ``followed``.
+        If the tensor is the output of a submodule, or F.relu of it, the submodule's output is quantized, and the outer
+        module goes to ``followed``. Every other tensor is recorded as the module's own output, also F.batch_norm of a
+        submodule's output, because its values need another scale than that output.
         """
         known = self._known(output)
         if known is not None and not known.is_normalized and (known.name or "").startswith(f"{name}."):
@@ -182,7 +183,9 @@ class OutputReaders:
 
         Returns:
             The description of the result, which the caller gives to :meth:`keep` once the result exists; None: the
-            result is neither a quantized output nor a sum of quantized outputs.
+            result is neither a quantized output, perhaps normalized or rectified, nor a sum of quantized outputs. A
+            rectified output that F.batch_norm reads gives None, too: engines fold a norm only into the convolution
+            directly before it.
         """
         values = [self._known(tensor) for tensor in tensors]
         is_rectifier = operation in _RECTIFIERS
@@ -193,12 +196,13 @@ class OutputReaders:
             normalized = values[0]
             is_output = normalized is not None and normalized.name is not None and not normalized.is_rectified
             return normalized._replace(is_normalized=True) if normalized is not None and is_output else None
-        if any(value is None or value.is_normalized for value in values):
+        quantized_values = [value for value in values if value is not None and not value.is_normalized]
+        if len(quantized_values) < len(values):  # another tensor, or a normalized output, is among the arguments
             return None
         if is_rectifier:
-            [value] = values
-            return value and value._replace(is_rectified=True)
-        return _Value(name=None) if operation in _SUMS and len(values) == 2 else None
+            [rectified] = quantized_values
+            return rectified._replace(is_rectified=True)
+        return _Value(name=None) if operation in _SUMS and len(quantized_values) == 2 else None
 
     def keep(self, value: _Value, tensor: torch.Tensor) -> None:
         """Record what ``tensor`` holds, until it is freed or changed in place.

@@ -79,9 +79,9 @@ class Destination:
         return names
 
     def check_path(self) -> None:
-        """Refuse a path that cannot be written, a package that is missing, and options of a wrong value.
+        """When a run starts, refuse a path that is taken or cannot be written.
 
-        Called when a run starts.
+        A subclass also refuses options of a wrong value, and a package that is missing.
         """
         require_free(self.path, self.overwrite)
 

@@ -156,8 +156,9 @@ class ObservedBatches:
         """Before a validation batch runs: observe it or not, and mask its padding and repeated samples.
 
         Both callbacks call it in ``on_validation_batch_start``. Nothing happens unless the session is attached. An
-        observed batch is counted, and the first batch whose padding would be observed gets a warning. Batches that are
-        not observed are masked as well.
+        observed batch is counted, and the first batch whose padding would be observed gets a warning. A batch that is
+        not observed is masked as well, although nothing reads its mask: so a batch without a token mask is an error
+        wherever it comes in the validation.
 
         Raises:
             CalibrationError: the batch, observed or not, has no token mask.
@@ -401,7 +402,10 @@ def _first_samples(call: Any, count: int) -> Any:
 
 
 def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """All arguments by name, those that the signature gathers in ``**kwargs`` too."""
+    """All arguments by name, those that the signature gathers in ``**kwargs`` too.
+
+    Arguments that it gathers in ``*args`` cannot be given by name. They stay one tuple, with which a trace fails.
+    """
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

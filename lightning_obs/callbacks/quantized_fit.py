@@ -213,9 +213,11 @@ class QuantizedFit:
     # ------------------------------------------------------------------ validation, test and predict
 
     def validation_is_due(self, trainer: Trainer) -> bool:
-        """Whether the running validation has still to begin here; asked before each of its batches, and at its end.
+        """Whether :meth:`begin_validation` is to be called now; asked before each validation batch and at the end.
 
-        A validation of a fit does not begin in a sanity check that is left out, nor before ``start_epoch``.
+        False if it was called for the running validation: then the modules run quantized (``training.validating``), or,
+        outside of a fit, the session is attached, to observe the model. In a fit also False in a sanity check that is
+        left out, and before ``start_epoch`` and ``start_step``.
         """
         if self._training is not None and self._training.validating:
             return False

@@ -76,7 +76,8 @@ class QuantizedValidation:
     def keep_batch(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Keep a batch that the first pass is about to run, with the random states; called before each batch.
 
-        Before the first batch, the state of the module and the Trainer's metrics are recorded.
+        Before the first batch, the state of the module and the Trainer's metrics are recorded. The logits of the first
+        pass are kept under the batch's numbers, by which the second pass finds them again.
         """
         if self._state_at_start is None:
             self._state_at_start = ModuleState(self._pl_module)
@@ -90,9 +91,10 @@ class QuantizedValidation:
         self._first_pass.close()
 
     def run(self, session: CalibrationSession) -> Metrics:
-        """Run the kept batches through the quantized model, and release them. Every rank must call this.
+        """Run the kept batches through the quantized model. Every rank must call this.
 
-        Called at the end of the epoch, after the calibration. ``moved`` and ``higher_is_better`` are set here.
+        Called at the end of the epoch, after the calibration. ``moved`` and ``higher_is_better`` are set here. The loop
+        takes each batch out of the kept batches when it runs it, so that none is left.
 
         Args:
             session: the session that has calibrated the model.
@@ -108,7 +110,7 @@ class QuantizedValidation:
         loop = ReplayedLoop(self._trainer, self._batches_of_loaders, self._predictions, self._metrics_at_start)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
-            stack.enter_context(session.in_force())
+            stack.enter_context(session.in_force())  # another callback may have written its qparams to the model
             stack.enter_context(self._state_at_start.restored())
             stack.enter_context(_batches_left_as_they_are(self._pl_module))
             stack.enter_context(quantized(session.model))

@@ -232,6 +232,9 @@ class SessionCallback(Callback):
     def prepare(self, trainer: Trainer, pl_module: LightningModule) -> CalibrationSession:
         """Check the options against the model, and return the session that the hooks use.
 
+        If the session is new, deep copies of the callback are told so (``Results.register``), and rank 0 prints a line
+        on the session. Destinations of ``export_to`` that cannot hold the model are refused.
+
         Called by the hooks when a run or a validation starts. The ``prepare`` of a subclass calls this first, and then
         restores a loaded state. A scheme that needs no data (``session.needs_data`` is False) can be applied with it at
         once: ``with callback.prepare(trainer, module): pass``.

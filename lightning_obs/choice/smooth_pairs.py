@@ -74,11 +74,12 @@ class SmoothPair:
 
 
 def find_pairs(model: nn.Module, quantized: Sequence[str], batch: Mapping[str, Any] | torch.Tensor) -> list[SmoothPair]:
-    """Find the pairs among whose readers is a Linear with a quantized input; two or three forwards of one batch.
+    """Find the pairs that have at least one reader with a quantized input.
 
-    :func:`~lightning_obs.smooth_inputs` calls this, with the model in evaluation mode. Left out are modules whose
-    weights are shared, sharded, offloaded, parametrized, packed or under adapters, and modules that the batch calls
-    more than once.
+    :func:`~lightning_obs.smooth_inputs` calls this, with the model in evaluation mode. The model runs twice on the
+    batch. In the second run, each module around candidates runs again, once unchanged and once for each candidate that
+    is tried. Left out are modules whose weights are shared, sharded, offloaded, parametrized, packed or under adapters,
+    and modules that the batch calls more than once.
 
     Args:
         model: its weights are the same afterwards.
@@ -255,9 +256,15 @@ class _Trial:
             self._is_repeating = False
 
     def _holds(self, pair: SmoothPair, module: nn.Module, args: Any, kwargs: Any, output: Any) -> bool:
-        """Whether the module's output stays the same bit for bit when the pair is scaled by 1/4, 1/2, 1, 2, 4..."""
+        """Whether the module's output stays the same bit for bit when the pair is scaled by powers of two.
+
+        The factors go from 1/4 to 4, over and over. Neighbouring channels have different factors, which shows whether
+        channels are mixed or moved. All factors are near 1, so no value leaves the range of its dtype as a power of its
+        own for each channel would make it.
+        """
         channels = len(next(iter(pair.readers.values())).weight.T)
-        factors = torch.exp2(torch.arange(channels) % 5 - 2.0)
+        exponents = torch.arange(channels) % 5 - 2.0  # -2, -1, 0, 1, 2, -2, ...
+        factors = torch.exp2(exponents)
         pair.scale(factors)
         try:
             return same_tensors(module(*args, **kwargs), output)

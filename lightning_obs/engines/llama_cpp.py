@@ -29,13 +29,13 @@ class LlamaCpp(FamilyEngine):
 
     name = "llama.cpp"
     release = "llama.cpp's converter (0c1e57098)"
-    stored = (nn.Linear, nn.Embedding)
-    states = _ANY
+    stored = (nn.Linear, nn.Embedding)  # the kinds of modules that it loads quantized
+    states = _ANY  # the hardware of a quantized kv cache; `check` refuses the cache unless all weights are NVFP4
     # Each row: name, weights, inputs, the hardware of Linear modules, the hardware of experts, the remark.
-    # In no row is what the converter asserts against: it dequantizes packed integers in groups only, and all other
-    # numbers with a scale per row or block only, so FP8 per tensor is refused. Integers of 8 bits are packed if inputs
-    # are in full precision, so per row they are refused there; with quantized inputs they are not packed, so groups are
-    # refused there.
+    # The converter stops at packed integers that are not in groups, and at other numbers without a scale per row or
+    # block, so no row has them. FP8 per tensor is therefore refused. Integers of 8 bits are packed if the inputs are in
+    # full precision: then groups are taken and rows refused. If inputs are quantized, they are not packed: then rows
+    # are taken and groups refused.
     families = (
         Family("NVFP4A16", fit.NVFP4, full, _ANY, _ANY),
         Family("NVFP4", fit.NVFP4, fit.NVFP4, _ANY, _ANY),

@@ -38,7 +38,8 @@ class SGLang(VLLM):
 
     name = "SGLang"
     release = "SGLang 0.5.23"
-    remarks_on_others = False  # vLLM's remarks cover both
+    # Remarks are given only on checkpoints that are written for SGLang; on others, vLLM gives the same remarks.
+    remarks_on_others = False
     states = _AMPERE  # runs a quantized kv cache
     # Each row: name, weights, inputs, the hardware of Linear modules, the hardware of experts, the remark.
     families = (

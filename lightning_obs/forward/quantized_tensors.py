@@ -178,9 +178,9 @@ def bias_in_use(module: nn.Module) -> torch.Tensor | None:
     Called by every quantized forward.
 
     Returns:
-        The rounded bias; the module's own bias where it is not rounded, or where quantization is switched off; None
-        without a bias. While a model is traced, the bias that the tracing has rounded before, by the same step: both
-        round only where :func:`bias_step` is not None, so only where the output is quantized.
+        The rounded bias; the module's own bias where :func:`bias_step` is None (where the output is not quantized, for
+        instance), or where quantization is switched off; None without a bias. While a model is traced, the rounded bias
+        is the buffer :data:`ROUNDED_BIAS`: ``tracing.written_by`` registers it where :func:`bias_step` is not None.
     """
     bias = getattr(module, "bias", None)
     if bias is None:
@@ -203,12 +203,16 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
 
     Args:
         module: has the scheme and its parameters, and perhaps a :class:`Quantization`.
-        value: a weight ``(R, C)``, an activation ``(..., C)`` or an attention state ``(B, H, S, D)``.
+        value: a weight ``(R, C)``, or in its own shape if a writer traces the module; an activation ``(..., C)`` or an
+            attention state ``(B, H, S, D)``.
         base_name: ``"weight"``, ``"input"``, ``"output"``, ``"q"``, ``"k"`` or ``"v"``.
 
     Returns:
-        A tensor like ``value``; ``value`` itself where it is not quantized now: the scheme does not quantize it, its
-        range is not known yet, it is switched off, or it is a weight that is on the grid already.
+        A tensor like ``value``: for a weight that ``weight_cache`` has kept from an earlier call, the kept tensor, and
+        nothing else is asked. ``value`` itself where it is not quantized now: the scheme does not quantize it, its
+        range is not known yet, it is switched off, or it is a weight that is on the grid already. Else the quantized
+        tensor, which is the writer's if a writer traces the module, and which ``weight_cache`` keeps unless the scheme
+        is dynamic.
     """
     quantization = quantization_of(module)
     cache = quantization.weight_cache if base_name == "weight" else None

@@ -205,14 +205,16 @@ def product_of(module: nn.Module) -> Product | None:
 
 
 class Scratch:
-    """Lends memory for a tensor in float32, and keeps the memory of the largest tensor for the next call.
+    """Lends memory for a tensor in float32, and keeps the memory that came back last for the next call.
+
+    Memory that is too small for a tensor is replaced, so mostly the memory of the largest tensor is kept.
 
     A CPU's allocator returns blocks of some megabytes to the system and requests them again at once, with every page
     cleared. Between tensors that stay, it leaves gaps that no later tensor fits.
 
     All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`), and borrow
-    from it in each forward and backward. Several
-    threads may borrow at once, and a block inside another block gets other memory. Copies and pickles start empty.
+    from it in each forward and backward. Several threads may borrow at once, and a block inside another block gets
+    other memory. Copies and pickles start empty.
     """
 
     def __init__(self) -> None:
@@ -228,7 +230,8 @@ class Scratch:
         Quantizers of weights enter it for a quantized weight, and in the backward for a gradient.
 
         Yields:
-            A contiguous tensor with any values; None where memory is not a CPU's, or not in float32.
+            A contiguous tensor with any values; None where ``like`` is not on a CPU or not in float32, or where it is
+            of a subclass of Tensor (a DTensor, for instance), for which plain memory is no replacement.
         """
         if like.device.type != "cpu" or like.dtype != torch.float32 or type(like) not in (torch.Tensor, nn.Parameter):
             yield None

@@ -93,8 +93,9 @@ def flatten_for_calibration(
         because every range contains zero.
 
     Raises:
-        CalibrationError: an unknown base name, a strategy that this base name cannot have, or a number of columns that
-            is no multiple of the group size.
+        CalibrationError: an unknown base name, a strategy that this base name cannot have, a weight that is no matrix
+            (unless the strategy is tensor), an attention state without four dimensions, or a number of columns that is
+            no multiple of the group size.
     """
     if base_name not in BASE_NAMES:
         raise CalibrationError(f"unknown base name {base_name!r}", expected=f"one of {', '.join(BASE_NAMES)}")
@@ -395,8 +396,9 @@ def compute_qparams(
         signed: whether scales may be negative; see :func:`signed_scale`.
 
     Returns:
-        ``scale`` in the dtype of the range (an all-zero range gives that dtype's eps, never 0), ``zero_point`` in
-        ``args.zp_dtype``, ``global_scale`` as given.
+        ``scale`` in the dtype of the range, with values rounded to ``args.scale_dtype`` if that is set; ``zero_point``
+        in ``args.zp_dtype``; ``global_scale`` as given. A scale that would be 0, as of an all-zero range, is the eps of
+        ``args.scale_dtype``, or of the range's dtype if that is not set.
     """
     with no_upload(min_vals.device):
         keep_range_readable(args, min_vals.device)

@@ -65,7 +65,7 @@ class CountingObserver(Observer):
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
-    keeps_extremes = True
+    keeps_extremes = True  # finalize reads the observed extremes from this observer: inputs need no helper for them
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
         super().__init__(base_name, args, **observer_kwargs)
@@ -210,7 +210,8 @@ class HistogramObserver(PercentileObserver):
         Migacz, 8-bit Inference with TensorRT, GTC 2017 (entropy).
     """
 
-    # Declared again, because this class overrides combine: see Statistics.__init_subclass__.
+    # Declared again, because this class overrides combine: otherwise Statistics.__init_subclass__ takes the inherited
+    # declarations for incomplete.
     statistics = PercentileObserver.statistics
     keeps_extremes = True
     hyperparameters: ClassVar[Hyperparameters] = {
@@ -223,6 +224,7 @@ class HistogramObserver(PercentileObserver):
     criterion: str
     #: the result of the last search, with all that it depends on; None: no search since the statistics changed
     _searched: SearchedRange | None = None
+    #: names of attributes that are no statistics
     _settings = (*PercentileObserver._settings, "_searched")
 
     def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
@@ -282,7 +284,9 @@ class HistogramObserver(PercentileObserver):
         """Search the range that is best by the criterion, ``(*Q,)`` each."""
         if self.criterion == "percentile":
             return super().get_min_max()
-        if not self.is_finite and self.nonfinite_statistics():
+        # After the check over ranks (is_finite), the statistics need not be checked again.
+        are_finite = self.is_finite or not self.nonfinite_statistics()
+        if not are_finite:
             return self.min_vals, self.max_vals
         shape = self.min_vals.shape
         search = least_divergence if self.criterion == "entropy" else least_error

@@ -82,7 +82,10 @@ class _Nodes:
         return self._graph_module.graph.get_attr(name)
 
     def mean(self, value: fx.Node, size: int) -> fx.Node:
-        """The mean over the last dimension, which becomes 1: a product with a row of ``1 / size``."""
+        """The mean over the last dimension, which becomes 1: a product with a row of ``1 / size``.
+
+        The row is in float32, as ``value`` is: ``export_program`` takes models in float32.
+        """
         row = torch.full((1, size), 1 / size)
         constant = self.constant(row)
         return self.call(_ATEN.linear.default, value, constant)

@@ -49,6 +49,8 @@ WIDE: dict[torch.dtype, torch.dtype] = {
 _ORDERED_AS: dict[torch.dtype, torch.dtype] = {torch.float32: torch.int32, torch.float64: torch.int64}
 #: elements of a block: the bins of one power of two in a histogram
 BLOCK = 128
+#: least number of blocks of a statistic that is sent by blocks; 16 blocks are 16 KiB, and less is quickly sent whole
+_FEWEST_BLOCKS = 16
 #: size of a bucket of floating-point sums
 BUCKET_BYTES = 2**28
 #: up to this number of integers, they are sent with the floats, which saves a collective
@@ -79,13 +81,13 @@ class Form(NamedTuple):
 
     @property
     def is_sparse(self) -> bool:
-        """Whether only its occupied blocks are sent: True for counts that are long enough to make this worthwhile.
+        """Whether only its occupied blocks are sent: True for counts of at least ``_FEWEST_BLOCKS`` blocks.
 
         Their length must be a multiple of eight blocks, because :func:`occupied_blocks` packs a bit for each block into
-        bytes.
+        bytes. ``sync.py`` asks when it describes the statistics of a rank.
         """
         is_count = self.reduction == "sum" and self.dtype == torch.int64
-        return is_count and self.numel >= 16 * BLOCK and self.numel % (8 * BLOCK) == 0
+        return is_count and self.numel >= _FEWEST_BLOCKS * BLOCK and self.numel % (8 * BLOCK) == 0
 
 
 class SharedStatistic(NamedTuple):
@@ -479,9 +481,9 @@ class _TensorName(str):
 def pack_tensors(nest: Any) -> tuple[Any, bytes]:
     """Take the tensors out of statistics that have no reduction, before ``sync.py`` sends them with its description.
 
-    Tensors in lists, tuples and dicts are taken out; one in a set stays, and is pickled with the set.
-
-    Pickling what is left takes a hundredth of the time, and torch cannot unpickle float8 tensors.
+    The nest without tensors is pickled in a hundredth of the time that the nest with tensors takes. And torch cannot
+    unpickle float8 tensors. Tensors in lists, tuples and dicts are taken out; a tensor in a set stays, and is pickled
+    with the set, so it must not be in float8.
 
     Args:
         nest: nested dicts and lists that hold tensors.

@@ -18,7 +18,7 @@ Grade: TypeAlias = Literal["good", "usable", "broken", "not graded", "not measur
 NATS = (0.05, 0.3)
 #: least share of the positions with the same most likely class
 AGREEMENT = (0.88, 0.70)
-#: least share of a score that is kept; of an error, of the unquantized model's error in the quantized model's
+#: least share of a score that is kept, ``after / before``; for an error, whose growth is bad, least ``before / after``
 KEPT = (0.99, 0.95)
 #: nats, or share, by which training has to lose against the calibrated model to be called worse: less is noise
 WORSE = 1e-3
@@ -89,9 +89,9 @@ def headline(report: Report, grade: Grade, numbers: Sequence[GradedNumber]) -> s
 def metric_grade(kind: MetricKind, before: float, after: float, *, has_logits: bool = True) -> Grade:
     """The grade of one metric from its values before and after quantization; for :func:`graded_numbers`.
 
-    A loss is taken for a mean of nats and judged by its difference, so that it and its perplexity have one grade. A
-    model whose predictions were not compared may log a squared error under that name. So its loss is not graded
-    where the difference says good and the ratio says broken, or the other way round.
+    A loss is taken for a mean of nats and judged by its difference, so that it and its perplexity have one grade. If
+    predictions were not compared, the metric called a loss may be a squared error instead. So it is not graded where
+    the difference says good and the ratio (as of an error) says broken, or the other way round.
 
     Args:
         kind: the kind of the metric.

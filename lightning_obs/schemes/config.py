@@ -79,7 +79,7 @@ class OwnPreset:
 
 
 def _gguf_weights(num_bits: int, *, symmetric: bool) -> dict[str, QuantizationArgs]:
-    """Weights as GGUF has them: in groups of 32, with scales in float16, which may be negative where there is no zero.
+    """Weights as GGUF has them: in groups of 32, with scales in float16. Scales may be negative if ``symmetric``.
 
     The search for a range costs no data. Scales that GGUF holds as they are need no rounding after the calibration.
     """
@@ -171,18 +171,22 @@ def resolve_config(
 
     Args:
         scheme: a scheme in one of the forms above.
-        targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme.
+        targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme. Without
+            effect if the kv cache alone is quantized.
         ignore: the modules to leave out, in the same form.
         observers: by base name, observers that replace the scheme's and the recipe's, with their hyperparameters. The
-            rounding of weights stays.
+            rounding of weights stays. The options' other values, ``"auto"`` and several candidates for a tensor, are
+            refused: callbacks choose by measurement and then give the chosen observers.
         kv_cache: the format of the kv cache; None: full precision.
         rounding: the rounding of all weights; None: that of scheme and recipe. To round one group, give its weights
             ``"observer_kwargs": {"rounding": "gptq"}``.
         recipe: replaces observers and roundings that the scheme names, for the tensors that it covers.
 
     Raises:
-        CalibrationError: an unknown preset, field, base name, observer, rounding or recipe; targets given twice; a
-            scheme that compressed-tensors refuses (its own message is in the error).
+        CalibrationError: an unknown preset, field, base name, observer, hyperparameter, rounding or recipe; targets
+            given twice; ``observers`` that are ``"auto"``, several for a tensor, hyperparameters without a name, or for
+            a tensor without observed ranges in the scheme; a rounding without quantized weights; a scheme that
+            compressed-tensors refuses (its own message is in the error).
     """
     if observers is not None:
         _refuse_several_observers(observers)
@@ -213,13 +217,13 @@ def resolve_config(
 
 
 def _refuse_several_observers(observers: Any) -> None:
-    """Refuse ``"auto"`` and sequences of candidates, which the callback takes, and all but a dict of single observers.
+    """Refuse all but a dict of single observers: also ``"auto"`` and sequences of candidates, which the callback takes.
 
-    A single observer is a name, a dict of its hyperparameters, or None.
+    A single observer is a name, a dict with its name and hyperparameters, or None.
     """
-    if isinstance(observers, Mapping):
-        if all(isinstance(observer, (str, Mapping, NoneType)) for observer in observers.values()):
-            return
+    kinds = (str, Mapping, NoneType)
+    if isinstance(observers, Mapping) and all(isinstance(observer, kinds) for observer in observers.values()):
+        return
     raise CalibrationError(
         "observers",
         got=repr(observers),
@@ -455,7 +459,10 @@ def names_observer(observers: ObserversLike | Literal["auto"], base_name: str) -
 
 
 def _apply_recipe(config: QuantizationConfig, recipe: Recipe, keep_weights: bool) -> None:
-    """Replace the observers and roundings that the scheme names by those of a recipe, where it has any.
+    """Replace the observers and roundings that the scheme names by those of a recipe.
+
+    A tensor for which the recipe has no choice stays as it is. A choice replaces all hyperparameters of the scheme's
+    observer. If a choice for weights has no rounding, the scheme's rounding is removed, too.
 
     Args:
         config: its groups are changed.

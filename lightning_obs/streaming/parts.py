@@ -28,12 +28,13 @@ def calibrated(
     Args:
         observation: has the statistics of these modules' inputs; their weights are loaded.
         module_names: all modules of the part; modules that are not in the plan stay as they are.
-        on_weight: called after each weight was searched.
+        on_weight: called after this rank has searched a weight, with the weight's name, the bytes that this rank has
+            searched so far, and the bytes of all weights of the part that this rank is to search.
 
     Yields:
         The result of the part; None if the plan has no module in it.
     """
-    part = observation.of(set(module_names), on_weight)
+    part = observation.of(set(module_names), on_weight)  # part.model holds the planned modules of the part, no others
     try:
         if part.plan.targets:
             result = finalize(part)

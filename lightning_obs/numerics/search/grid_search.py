@@ -11,6 +11,8 @@ from lightning_obs.numerics.formats import NumberGrid
 class GridSearch(NamedTuple):
     """The options of a range search. Observers make one for each search (``observers/search_options.py``).
 
+    Observers give all options. The defaults, for tests and benchmarks, are the hyperparameters of the observer ``mse``.
+
     Attributes:
         grid: number format and symmetry. The scales of a tensor_group are not rounded in the search unless the grid has
             the global scale, which is usually known only after the search.

@@ -12,6 +12,7 @@ range.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
@@ -101,7 +102,11 @@ class _Loop:
         self.measure = lane_errors.Measure(numbers, exponent)
 
     def improvements_of_rows(self, part: slice, scales: Any, least: torch.Tensor | None) -> Improvements:
-        """Which candidates improve which rows, for rows that are not long; ``scales`` is ``lane_scales.Scales``."""
+        """Which candidates improve which rows, for rows that are not long; ``scales`` is ``lane_scales.Scales``.
+
+        The compiled loop reads ``side`` rows at a time: a block of ``LANES`` lanes, of which each row has
+        ``lanes_of(size)`` (``lanes.py``). A call in a thread measures whole blocks, of about ``_SHARE`` values in all.
+        """
         candidates = len(scales.factors)
         count = part.stop - part.start
         improved = torch.empty(candidates, count, dtype=torch.bool)
@@ -115,6 +120,7 @@ class _Loop:
 
         def work(start: int) -> None:
             stop = min(start + step, count)
+            # is_whole: no other call has values of these rows, so the loop may give up a candidate that is too bad.
             span = self.kernel.Span(part.start, start, stop, is_whole=True)
             errors = np.empty((candidates, side), np.float32)
             launch.run(self.kernel.measure_rows, values, weights, span, scales, self.measure, errors, outcome)
@@ -146,6 +152,8 @@ class _Loop:
         places = list(itertools.product(first_lines, first_columns))
         candidates = len(scales.factors)
         errors = np.empty((len(places), candidates, 1), np.float32)
+        # Not whole: a piece's errors are needed for the sum, so the loop gives up no candidate. It compares nothing
+        # either, because the Outcome has no rows; the errors are left in ``piece_errors``.
         span = self.kernel.Span(0, 0, 1, is_whole=False)
         no_flags = np.empty((0, 0), np.bool_)
         no_errors = np.empty(0, np.float32)
@@ -184,10 +192,15 @@ def _row_of(view: torch.Tensor, number: int) -> torch.Tensor:
 
 
 def _weights_of(rows: Rows) -> torch.Tensor | None:
-    """The weights of the values' errors, as a view ``(A, B, N, G)`` with the row indices of the values; None: all 1."""
+    """The weights of the values' errors as a view ``(times, I, N, G)``; None: all weights are 1.
+
+    ``rows.importance`` is ``(I, G)``, and row r of the values has its weights ``r % I``. The view repeats them often
+    enough for all rows, and for the N lines of each row. Its first two dimensions number the rows, so row r of the view
+    has the weights of row r of the values.
+    """
     if rows.importance is None:
         return None
-    times = -(-rows.count // len(rows.importance))
-    pieces = rows.view.shape[2]
-    repeated = rows.importance[None, :, None]
-    return repeated.expand(times, -1, pieces, -1)
+    times = math.ceil(rows.count / len(rows.importance))
+    lines = rows.view.shape[2]
+    weights = rows.importance[None, :, None]
+    return weights.expand(times, -1, lines, -1)
