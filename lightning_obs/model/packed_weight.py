@@ -203,7 +203,7 @@ class PackedWeight(torch.Tensor):
             return _converted(args[0], **kwargs)
         if func is _aten.copy_.default and isinstance(args[0], PackedWeight):
             return _copied(args[0], args[1])
-        _refuse_writing(func, args)
+        _refuse_writing(func, args, kwargs)
         args, kwargs = tree_map_only(PackedWeight, PackedWeight.dequantize, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -270,15 +270,25 @@ def _copied(weight: PackedWeight, source: torch.Tensor) -> PackedWeight:
     return weight
 
 
-def _refuse_writing(func: Any, args: Any) -> None:
-    """Raise a CalibrationError for an operation that writes to a packed weight, or splits it as FSDP2 does."""
+def _refuse_writing(func: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+    """Raise a CalibrationError for an operation that writes to a packed weight, or splits it as FSDP2 does.
+
+    ``PackedWeight.__torch_dispatch__`` calls this before it decompresses the packed weights among the arguments: the
+    operation would write to the decompressed copy, and the packed weight would silently stay as it was.
+
+    Args:
+        func: the operation; its schema says which arguments it writes to.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call, with ``out``.
+    """
     if func is _aten.split.Tensor:
         raise CalibrationError(
             "a packed weight cannot be cut into shards",
             got="FSDP2, or another operation that splits the weight",
             remedy="DDP, or one device: every rank holds the packed bytes.",
         )
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if is_written and isinstance(value, PackedWeight):
             raise CalibrationError(

@@ -300,6 +300,8 @@ def test_equal_values_may_be_written_and_others_not(folder_of):
             weight.copy_(weight.dequantize() + 1)
     with pytest.raises(CalibrationError, match=r"cannot be changed in place.*zero_"):
         weight.data.zero_()
+    with pytest.raises(CalibrationError, match=r"cannot be changed in place.*mul.out"):
+        torch.mul(torch.ones(weight.shape), 2, out=weight.data)
 
 
 # ---------------------------------------------------------------------- adapters
