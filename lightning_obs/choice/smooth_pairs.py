@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -54,23 +54,49 @@ class SmoothPair:
         return ".".join(shared)
 
     @torch.no_grad()
-    def scale(self, factors: torch.Tensor) -> None:
+    def scale(self, factors: torch.Tensor) -> Callable[[], None]:
         """Divide the channels in the producer and multiply the columns of the readers' weights, in place.
 
-        Powers of two change no digit, so ``scale(1 / factors)`` undoes it exactly.
+        Called for the trial of a pair, which is then undone, and by ``smooth_inputs`` with the chosen factors.
+
+        Powers of two change no digit of a number that stays in the range of its dtype. In float16, a number below 6e-5
+        loses digits if it is divided.
 
         Args:
-            factors: ``(C,)``, positive.
+            factors: ``(C,)``, positive powers of two.
+
+        Returns:
+            A function that undoes it exactly. It keeps a copy of a weight only where scaling back would not restore it.
         """
         weight = self.producer.weight
         assert isinstance(weight, torch.Tensor)
-        by_channel = factors.to(weight.device, weight.dtype)
-        weight.div_(by_channel.view(-1, *[1] * (weight.ndim - 1)))
+        of_rows = (1 / factors).view(-1, *[1] * (weight.ndim - 1))
+        restore = [_multiply(weight, of_rows)]
         bias = getattr(self.producer, "bias", None)
         if bias is not None:
-            bias.div_(by_channel)
+            restore.append(_multiply(bias, 1 / factors))
         for reader in self.readers.values():
-            reader.weight.mul_(factors.to(reader.weight.device, reader.weight.dtype))
+            restore.append(_multiply(reader.weight, factors))
+
+        @torch.no_grad()
+        def undo() -> None:
+            for restore_weight in restore:
+                restore_weight()
+
+        return undo
+
+
+def _multiply(weight: torch.Tensor, factors: torch.Tensor) -> Callable[[], object]:
+    """Multiply a weight by powers of two in place; return a function that gives it its earlier numbers again.
+
+    :meth:`SmoothPair.scale` calls this for each weight of a pair.
+    """
+    factors = factors.to(weight.device, weight.dtype)
+    before = weight.detach().clone()
+    weight.mul_(factors)
+    if torch.equal(weight / factors, before):
+        return partial(weight.div_, factors)
+    return partial(weight.copy_, before)
 
 
 def find_pairs(model: nn.Module, quantized: Sequence[str], batch: Mapping[str, Any] | torch.Tensor) -> list[SmoothPair]:
@@ -264,12 +290,11 @@ class _Trial:
         """
         channels = len(next(iter(pair.readers.values())).weight.T)
         exponents = torch.arange(channels) % 5 - 2.0  # -2, -1, 0, 1, 2, -2, ...
-        factors = torch.exp2(exponents)
-        pair.scale(factors)
+        undo = pair.scale(torch.exp2(exponents))
         try:
             return same_tensors(module(*args, **kwargs), output)
         finally:
-            pair.scale(1 / factors)
+            undo()
 
 
 def same_tensors(output: Any, other: Any) -> bool:

@@ -121,7 +121,7 @@ def smooth_inputs(
     if not all_batches:
         raise CalibrationError("smoothing without data", got="no batch", expected="the batches of the calibration")
     smoothed = []
-    scaled = []
+    undos = []
     with left_as_it_was(model), without_caches(model), torch.no_grad():
         pairs = find_pairs(model, quantized, all_batches[0])
         samples, outputs = _observe(model, pairs, all_batches)
@@ -130,12 +130,11 @@ def smooth_inputs(
             before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
             after = _mean_error(pair, sample, args_of, factors)
             if after < before:
-                pair.scale(factors)
-                scaled.append((pair, factors))
+                undos.append(pair.scale(factors))
                 smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
         if not same_tensors(call_on(model, all_batches[0]), outputs):
-            for pair, factors in scaled:
-                pair.scale(1 / factors)
+            for undo in reversed(undos):  # a weight may be in two pairs
+                undo()
             raise CalibrationError(
                 "smoothing would change the outputs of the model: numbers leave the range of its dtype",
                 remedy="load the model in bfloat16 or float32.",

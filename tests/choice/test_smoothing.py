@@ -71,6 +71,16 @@ def test_outputs_stay_the_same_bit_for_bit(dtype):
     assert model.norm.weight[3] < 300
 
 
+def test_a_pair_that_is_tried_gets_its_smallest_numbers_back():
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)).half()
+    with torch.no_grad():
+        model[1].weight.fill_(3 * 2.0**-24)  # three times float16's smallest number: a quarter of it loses digits
+    before = model[1].weight.detach().clone()
+    with pytest.warns(CalibrationWarning, match="no input was smoothed"):
+        smooth_inputs(model, [torch.randn(32, 8).half()], "INT8_STATIC")
+    assert torch.equal(model[1].weight, before)
+
+
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "INT8_STATIC_ASYM", "W8A8"])
 def test_quantization_loses_less_and_the_estimates_say_so(scheme):
     plain = with_outliers()
