@@ -83,7 +83,8 @@ class KeptRuns:
 
         Called by :class:`.TrainerSession` before data for a model without ``forward``, by :meth:`require_possible`, and
         by :meth:`calibrate`. Later results have the label of the rounding that is done. The plan stays, so that the
-        callback's states in earlier checkpoints can be loaded.
+        callback's states in earlier checkpoints can be loaded. The observers of input errors are removed: they pair
+        inputs of the quantized run with those in full precision, and there is no quantized run any more.
 
         Args:
             reason: why weights cannot be rounded on quantized inputs, for the warning.
@@ -120,6 +121,8 @@ class KeptRuns:
 
         ``CalibrationSession.finalize`` calls this when the data have run. Every rank must call it. Under a recipe, if a
         call could not be kept or the run in steps fails on some rank, the kept calls are observed in full precision.
+        All ranks do so together: a failure of one rank raises on every rank (:func:`.calibrate_on_quantized_inputs`).
+        If the user has named quantized inputs, a failure ends the calibration, so that no attempt need be undone here.
 
         Args:
             attempt: makes the ``with`` block in which a recipe's kept calls run in steps. If the block raises, it must
@@ -164,7 +167,9 @@ class KeptRuns:
     def _obstacle_on_any_rank(self) -> str | None:
         """Why what ran cannot be run again in steps, as the first rank with a reason says; None: it can on all ranks.
 
-        Under a recipe, :meth:`calibrate` asks this before the kept calls run in steps.
+        Under a recipe, :meth:`calibrate` asks this before the kept calls run in steps. Hooks do not observe modules
+        during a call that is kept. So if they have computed statistics (``calls.measurements``) although every call
+        could be kept, the owner has called parts of the model outside of the model's own call.
         """
         obstacle = self._calls.obstacle
         if obstacle is None and self._observation.calls.measurements:

@@ -133,6 +133,9 @@ class OutputProbe:
             mask: ``(batch, tokens)`` or ``(batch,)``, on the CPU, nonzero for what counts; None: all counts.
             args, kwargs: of the call, whose values choose the random signs.
 
+        Signs are ``(batch, ..., C)``, or ``(..., C)`` where all samples have the same. Positions of logits have
+        the same signs in all samples; of other tensors each sample begins at a row of signs that its input chooses.
+
         Raises:
             CalibrationError: no tensor has a graph, so no gradient could reach a module.
         """
@@ -149,6 +152,8 @@ class OutputProbe:
             signs = self._signs.of_call(
                 tensor.values, mask, args, kwargs, number=tensor.number, by_sample=not tensor.are_logits
             )
+            # `is_single` counts the tensors without a graph, too: the size of a tensor's probe does not depend on which
+            # of the other tensors have a graph.
             probes.append(_probe(tensor, signs, mask, is_single=len(tensors) == 1))
         torch.autograd.backward(values, probes)
 

@@ -107,6 +107,9 @@ class PairedInputs:
     def _observe_pair(self, target: PlannedModule, observer: Observer, value: torch.Tensor) -> None:
         """Pair an input of the quantized run with the kept input of the same call, and observe the pair.
 
+        Modules that read the same tensor one after the other, with the same token weights, share one pair: they read
+        the same tensor in the full-precision run, too, and take it as the same tokens (q, k and v; gate and up).
+
         Raises:
             CalibrationError: the full-precision run had no such call, or an input of another shape.
         """
@@ -155,6 +158,9 @@ class PairedInputs:
             value: its input, of either run.
             weights: of its tokens; None: all tokens count alike.
             call: the number of the module's call in the run, from 0.
+
+        The mask selects rows by the layout: ``"tokens"`` is an activation as the module reads it, ``"positions"`` are
+        the positions of an image or signal, which ``tokens_of`` has made rows (it returns any other input itself).
         """
         tokens = tokens_of(target.module, value)
         layout: Any = "tokens" if tokens is value else "positions"

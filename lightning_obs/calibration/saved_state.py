@@ -116,8 +116,10 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     drop_outputs(plan, followed)
     # Qparams that were made in inference mode could not be used in training. At rest, no offloaded weight is loaded.
     with torch.inference_mode(False), torch.no_grad(), at_rest():
-        write_all(plan, qparams)
+        write_all(plan, qparams)  # by the plan's own names and modules
         with without_wrappers(model), without_adapters(model):
+            # In this block a module inside a wrapper (torch.compile, DDP) or under LoRA has the name that the plain,
+            # merged model gives it: checksums are saved by these names, also those of modules outside the plan.
             for name, module in model.named_modules():
                 # Also where none was saved: checksums of an earlier calibration must not stay.
                 vars(module)[CHECKSUMS] = dict(state["checksums"].get(name, {}))

@@ -51,7 +51,8 @@ class WeightRounding(Observer):
         products: of the module.
 
     Attributes:
-        rounded: the integers, ``(R, C)``, after the weight was observed.
+        rounded: the integers, ``(R, C)``, after the weight was observed. ``finalize`` reads them on every rank, and
+            puts them among the module's qparams; :func:`.judge_fit` dequantizes them.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("rounded"),)

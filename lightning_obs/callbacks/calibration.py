@@ -152,6 +152,9 @@ class CalibrationCallback(SessionCallback):
         log: bool | None = None,
         **options: Unpack[OptionKeywords],
     ) -> None:
+        # The decorator shows the fields of CalibrationOptions in the signature, in place of ``**options``. A keyword
+        # among ``options`` that is no such field is unknown; the error suggests the nearest of all keywords of this
+        # class, a subclass's own included.
         refuse_unknown(options, CalibrationOptions.names(type(self)))
         candidates: Candidates | None = None
         if "observers" in options:
@@ -365,8 +368,9 @@ class CalibrationCallback(SessionCallback):
         """Return the quantization parameters and the chosen observers; an empty dict before anything was calibrated.
 
         Lightning calls this when it saves a checkpoint. A loaded state that no session has taken yet is returned as it
-        is. The values are tensors, strings and numbers, so that ``weights_only`` loading works. On several ranks every
-        rank must call this, as Lightning does.
+        is. The values are tensors, strings and numbers, so that ``weights_only`` loading works. The state holds its own
+        checksum (``sealed``); with the entries of a choice, the session's checksum is replaced by one that covers them.
+        On several ranks every rank must call this, as Lightning does.
         """
         if self.trainer_session.saved_state is not None:
             return self.trainer_session.saved_state

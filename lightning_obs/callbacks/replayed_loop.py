@@ -56,7 +56,7 @@ class ReplayedLoop:
     Args:
         trainer: runs that validation or test.
         batches_of_loaders: the kept batches of each loader, each with a :class:`BatchNote`; the run empties them.
-        predictions: its attribute ``batch`` is set to each batch before the batch runs.
+        predictions: before a batch runs, its attribute ``batch`` is set to the numbers of the batch and of its loader.
         metrics: the Trainer's metrics before the first batch (:func:`metrics_of`).
 
     Attributes:
@@ -153,12 +153,14 @@ class ReplayedLoop:
     def _keep_logged(self, connector: Any) -> None:
         """Keep the epoch's values in ``logged``, with the arguments to log them again, and their directions.
 
-        A value that the user's ``self.log`` has reduced is equal on all ranks: its maximum over ranks is itself.
+        The loop has reduced a value over ranks if it was logged with ``sync_dist=True``, or as a torchmetrics object,
+        which reduces itself. Such a value is equal on all ranks. It is logged again with ``sync_dist=True``, because
+        Lightning warns otherwise; the maximum over ranks of equal values is the value itself.
         """
         results: Any = self._trainer._results
         values = connector.metrics["callback"]
         for _, result in results.valid_items():
-            is_reduced = result.meta.sync.should or not result.is_tensor  # torchmetrics reduces its own
+            is_reduced = result.meta.sync.should or not result.is_tensor  # no tensor: a torchmetrics object
             arguments = {"prog_bar": result.meta.prog_bar, "sync_dist": is_reduced, "reduce_fx": "max"}
             direction = getattr(result.value, "higher_is_better", None)
             for name in results._forked_name(result, False):
@@ -205,7 +207,7 @@ class _KeptBatchFetcher:
 
     Args:
         batches_of_loaders: the kept batches of each loader.
-        predictions: its attribute ``batch`` is set to each batch before the batch runs.
+        predictions: before a batch runs, its attribute ``batch`` is set to the numbers of the batch and of its loader.
     """
 
     def __init__(self, batches_of_loaders: list[KeptBatches], predictions: Predictions) -> None:
@@ -221,7 +223,7 @@ class _KeptBatchFetcher:
     def __next__(self) -> tuple[Any, int, int]:
         """Return the next batch, its number and its loader's; Lightning's loop calls this before each step.
 
-        The random state that the batch had in the first pass is put in force, and ``predictions`` is told the batch.
+        The random state that the batch had in the first pass is put in force, and ``predictions`` is told the numbers.
         """
         batch, note = next(self._batches)
         self._predictions.batch = note.batch_idx, note.dataloader_idx

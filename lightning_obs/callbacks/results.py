@@ -82,7 +82,9 @@ class Results:
         self.checkpoint_folder: Path | None = None  # where a checkpoint is written when a run ends; None: nowhere
         self.files: Sequence[Path] = ()  # files of other formats that are written when a run ends
         self.was_trained = False  # whether a fit has trained the model through the quantization
-        self.first_call = FirstCall()  # an example for files that are traced
+        #: an example for files that are traced: the arguments of the model's first call in a validation or test. The
+        #: callback's ``on_validation_batch_start`` lets it watch for that call
+        self.first_call = FirstCall()
         self._label = label
         self._log = log
         self._quantized_metrics = quantized_metrics

@@ -51,6 +51,9 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     If the calibrated model's attention or recurrent layers were made of Linears (``linearize_attention``,
     ``linearize_recurrent``), these layers of ``model`` are replaced in the same way first.
 
+    The checksums of all loaded tensors are noted on the modules, as after a calibration: an export, or a run under
+    ``quantized``, can then tell whether a tensor has changed since.
+
     Args:
         model: a freshly built, unquantized module; changed in place, layers may be replaced in it.
         folder: written by ``export_checkpoint``.
@@ -116,7 +119,8 @@ def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[Pla
     """The modules of ``model`` that the config says are quantized, each with its scheme and under all of its names.
 
     :func:`load_checkpoint` calls this before tensors are read. Targets and ``ignore`` are matched with a module's first
-    name, by which the calibrated model was planned.
+    name, by which the calibrated model was planned. As in that plan (``is_meant``), a regular expression does not mean
+    the containers and activation functions that it matches, which hold no parameters.
     """
     if config.kv_cache_scheme is not None:
         raise CalibrationError(
@@ -129,7 +133,8 @@ def _quantized_modules(model: nn.Module, config: QuantizationConfig) -> list[Pla
         scheme = group if group.format is not None else group.model_copy(update={"format": config.format})
         scheme_of_target |= dict.fromkeys(group.targets, scheme)
     target_names = list(scheme_of_target)
-    scheme_of_module: dict[int, QuantizationScheme] = {}  # by id: metrics define == and hash in their own way
+    # by id: the hash of a torchmetrics' metric, which may be a module of the model, changes with its state
+    scheme_of_module: dict[int, QuantizationScheme] = {}
     for first_name, module in match_named_modules(model, target_names, config.ignore):
         target_name = match_targets(first_name, module, target_names)[0]
         if is_meant(target_name, module):
@@ -242,6 +247,10 @@ def _refuse_misfits(misfits: list[str], folder: Path, hint: str | None = None) -
 
 def _decompress(target: PlannedModule, state: Tensors) -> Tensors:
     """Decompress one module, between reading the files and loading the state dict.
+
+    Two kinds of the module's entries are kept: tensors of its state dict, and qparams (names that end with ``scale`` or
+    ``zero_point``). Others only serve to decompress the weight, as ``weight_shape`` does, and are dropped.
+    ``_require_fit`` has refused unknown entries before.
 
     Args:
         target: a quantized module.

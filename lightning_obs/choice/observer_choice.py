@@ -242,7 +242,11 @@ def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> 
 def _config_with(
     labels: Mapping[str, Mapping[str, str]], measured: Sensitivity, config: QuantizationConfig
 ) -> QuantizationConfig:
-    """The config of the choice.
+    """The config of the choice; ``_choose`` calls this last.
+
+    A module's weight and input get the arguments that they have in the scheme of the chosen candidate, observer and
+    ``rounding`` included. A module that no data reached is left out. At least one module was reached, so the config
+    is not None: the calibration of the candidates refuses data that reach no module.
 
     Args:
         labels: by module name and base name, the label of the chosen candidate.
@@ -299,10 +303,12 @@ def fitting_candidates(
     Args:
         model: the module that is calibrated; it is not changed.
         options: the options of the calibration whose observers are chosen.
-        candidates: the user's candidates, all of which must fit; None: those of :data:`CANDIDATES` that fit.
+        candidates: the user's candidates, all of which must fit, and the first of :data:`CANDIDATES` for comparison;
+            None: those of :data:`CANDIDATES` that fit.
 
     Raises:
-        CalibrationError: a candidate of the user does not fit; there is nothing to observe.
+        CalibrationError: a candidate of the user, or the first of :data:`CANDIDATES`, does not fit; there is nothing to
+            observe.
     """
     require_candidates(candidates)
     refuse(sorted(set(candidates or {}) - set(_FIELDS)), "observers are chosen for input and weight")

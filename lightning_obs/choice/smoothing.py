@@ -89,7 +89,7 @@ def smooth_inputs(
     Raises:
         CalibrationError: a wrong ``strength``; the scheme quantizes no input; there are no batches; weights are
             sharded; the outputs of the model would not stay the same (numbers beyond the range of float16), and then
-            the weights stay as they were.
+            the weights are given back the numbers that they had.
 
     Reference:
         Xiao et al., SmoothQuant, 2023, arXiv:2211.10438, section 4; Nagel et al., Data-Free Quantization Through Weight
@@ -161,7 +161,7 @@ def require_quantized_inputs(options: CalibrationOptions) -> None:
 def can_smooth(model: nn.Module) -> bool:
     """Whether :func:`smooth_inputs` may help a model: it has norms of tokens, and no input was smoothed yet.
 
-    Asked before a report proposes smoothing; no data are run.
+    ``Results.can_run`` (``callbacks/results.py``) asks it before a report proposes smoothing; no data are run.
     """
     modules = list(model.modules())
     marks = [mark_of(module) for module in modules]
@@ -231,7 +231,7 @@ def _mean_error(
     args_of: Mapping[str, Mapping[str, QuantizationArgs]],
     factors: torch.Tensor,
 ) -> float:
-    """The mean of :func:`_error` over the readers of a pair whose inputs are quantized.
+    """The mean of :func:`_error` over the readers of a pair whose inputs are quantized; each pair has such a reader.
 
     :func:`smooth_inputs` calls this twice for each pair: with factors of 1, and with those that would smooth it.
 

@@ -43,7 +43,8 @@ class Transformers(Engine):
     """transformers, which loads a checkpoint of its models by ``from_pretrained(folder)``.
 
     A checkpoint of another model is judged as ``load_checkpoint`` loads it. ``ask_engines`` calls ``check`` before any
-    data; the answer names no hardware.
+    data; the answer names no hardware. ``Engine.register`` makes the one instance when this module is imported.
+    :class:`.Engine` has the other attributes: ``fused_sets``, ``remarks_on_others`` and ``listed``.
     """
 
     name = "transformers"

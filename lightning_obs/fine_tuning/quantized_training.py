@@ -212,6 +212,8 @@ class QuantizedTraining:
         """Put the ranges of the last validation in force; called before each training batch.
 
         If training batches are being observed in a run that was stopped or resumed, the session is attached again.
+        After a validation, ranges of weights are searched again if the weights differ from those that were validated:
+        Lightning's ``WeightAveraging`` puts averaged weights into the model for a validation, and takes them out after.
 
         Returns:
             Whether ranges of activations are due: nothing was observed yet, or a validation has ended.
@@ -220,16 +222,20 @@ class QuantizedTraining:
         phase = self.phase
         if phase is Phase.GATHERED:
             self.write(weights=True)
-        elif phase is Phase.VALIDATED:  # weight averaging has swapped other weights in meanwhile
+        elif phase is Phase.VALIDATED:  # the weights may differ from those of the validation
             self.refresh_weights()
         if phase is not Phase.OBSERVING:
             self.phase = Phase.TRAINING
-        elif not self.session.is_attached:  # after stop() or load_state_dict(): continue
+        elif not self.session.is_attached:  # after stop() or load_state_dict(): continue, as observe_training began
             self.session.attach(count_calls=False, forget=False)
         return phase in (Phase.NEW, Phase.VALIDATED)
 
     def observe_training(self) -> None:
-        """Observe training batches from this one on; called before a batch if ranges of activations are due."""
+        """Observe training batches from this one on.
+
+        ``QuantizedFit.begin_training_batch`` calls this before a batch if ranges of activations are due. A step may
+        call the model any number of times, so calls are not counted as batches: :meth:`end_training_batch` counts.
+        """
         self.session.attach(count_calls=False)
         self.phase = Phase.OBSERVING
 
@@ -296,7 +302,8 @@ class QuantizedTraining:
     def give_up(self) -> None:
         """Stop observing; the statistics so far are not used, and the next ``attach`` forgets them.
 
-        ``QuantizedFit`` calls this after an exception on several ranks. :meth:`load_state_dict` calls it for an
+        ``QuantizedFit`` calls this after an exception in a run on several ranks, each of which may have stopped at
+        another batch; on a single rank the observation is kept. :meth:`load_state_dict` calls it for an
         observation that cannot be resumed, and :meth:`begin_validation` for an observation without batches.
         """
         self.session.detach()
@@ -334,7 +341,11 @@ class QuantizedTraining:
         self._write_learned()
 
     def _observe_weights(self) -> None:
-        """Search the ranges of the present weights if they changed, and write the present learned scales."""
+        """Search the ranges of the present weights if needed, and write the present learned scales.
+
+        The search is needed if a weight has changed, or a module is not calibrated yet. It is left out while inputs
+        that observers of weights need are incomplete.
+        """
         model = self.session.model
         if not self._lacks_inputs() and (_has_uncalibrated(self.session) or changed_since(model)):
             self.session.finalize(activations=False)

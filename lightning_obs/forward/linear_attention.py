@@ -289,7 +289,13 @@ def _require_plain_parameters(name: str, module: nn.MultiheadAttention) -> None:
 
 
 def _split(module: nn.MultiheadAttention) -> Callable[[], None]:
-    """Make a :class:`LinearAttention` of a module; returns a function that undoes it."""
+    """Make a :class:`LinearAttention` of a module; returns a function that undoes it.
+
+    :func:`linearize_attention` calls this for each module, and ``load_checkpoint`` through :func:`linearize_stored`.
+    ``out_proj`` is replaced by a plain Linear with the same parameters: torch's is of a subclass of Linear
+    (``NonDynamicallyQuantizableLinear``), which a scheme for ``Linear`` does not target. torch has never called it, so
+    hooks on it, which are not taken over, have never run.
+    """
     attributes = vars(module)
     before = {name: dict(attributes[name]) for name in ("_parameters", "_modules")}
     weights = _rows_of_projections(module)

@@ -36,7 +36,8 @@ def call_for_head(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         The head's input, weight and bias, from which the logits follow. None where the logits are not the product of
         the head alone, or this cannot be seen: the teacher has no head of its own (``get_output_embeddings``); the head
         is wrapped, hooked, sharded, offloaded or has adapters; the teacher is compiled, or an encoder and decoder,
-        whose inputs come from ``labels``.
+        whose inputs come from ``labels``; or this call of the teacher raises an error. Distillation then calls the
+        whole teacher, in this step and in all later steps.
     """
     head = _plain_head(teacher)
     if head is None or _has_positional_labels(teacher, args):
@@ -52,7 +53,9 @@ def call_for_head(teacher: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     restore = set_attributes(head, forward=return_input)
     try:
         output = teacher(*args, **kwargs)
-    except (RuntimeError, ValueError, IndexError):  # it computes with logits of another shape; else it will raise again
+    except (RuntimeError, ValueError, IndexError):
+        # The teacher probably computes with its logits, whose shape is wrong here. An error of another cause is raised
+        # again when the caller calls the whole teacher.
         return None
     finally:
         restore()

@@ -36,7 +36,8 @@ class BlockFormat(NamedTuple):
         symmetric: whether the weights have no zero point.
         file_type: the ``gguf.LlamaFileType`` of a file most of whose weights have this format.
         pack: takes codes ``(N, 32)``, scales ``(N, 1)`` and zero points ``(N, 1)`` of N blocks; returns their bytes
-            ``(N, bytes of a block)``.
+            ``(N, bytes of a block)``. Codes are int8: of an integer format the signed integers (-8 to 7 in int4), of
+            float4 the four bits of each number, the sign in bit 3 (0 to 15).
     """
 
     name: str
@@ -109,7 +110,10 @@ def _q8_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
 
 
 def _mxfp4(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
-    """Blocks of MXFP4: the exponent of the scale, a power of two, with the bias 127; then the four-bit floats."""
+    """Blocks of MXFP4: the exponent of the scale, a power of two, with the bias 127; then the four-bit floats.
+
+    Their codes are the bits of e2m1 already, and llama.cpp numbers its four-bit floats in the same way.
+    """
     _, exponent = np.frexp(scale)  # scale = 0.5 * 2 ** exponent: 2 ** (exponent - 1), with the bias exponent + 126
     return np.concatenate([(exponent + 126).astype(np.uint8), _nibbles(codes.view(np.uint8))], axis=1)
 

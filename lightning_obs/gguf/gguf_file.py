@@ -203,7 +203,7 @@ def _refuse_other_embeddings(model: nn.Module, schemes: Mapping[str, Quantizatio
     """Refuse a base whose embeddings differ from the model's, and a quantized embedding that would be the output layer.
 
     llama.cpp takes the embedding as the output layer where the base has none. An embedding whose shape
-    differs from the base's is not compared.
+    differs from the base's is not compared. ``base.row_order`` is None where the base's values are another weight's.
     """
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     tensor_names = base.names_of(model, list(embeddings))
@@ -279,6 +279,10 @@ def _replacements(
     model: nn.Module, schemes: Mapping[str, QuantizationScheme], base: BaseFile
 ) -> dict[str, _Replacement]:
     """The tensors of the base that get other data, by name.
+
+    A tensor holds one module, or all experts of a layer; each expert is compared with its own part of the tensor.
+    ``base.row_order`` gives the order of a module's rows in the file, by which :func:`export_gguf` reorders its data:
+    llama.cpp's converter permutes the rows of rotated queries and keys. None: the values are another weight's.
 
     Args:
         model: the model whose weights the base holds in float.

@@ -198,13 +198,16 @@ def keep_out_of_copies(
 ) -> Callable[[], None]:
     """Keep something that is on a module out of the module's copies.
 
-    Called right after the thing was put on the module: for hooks by :func:`keep_hook_out`, and by ``forward/``.
+    Called right after the thing was put on the module: for hooks by :func:`keep_hook_out`, for submodules and attention
+    functions by ``forward/attention.py``, and while a model is copied by ``forward/model_copy.py``.
 
     Args:
         module: any module of the user's.
         take_out: takes the thing out of a copy of the module's ``__dict__``. The tables of torch in this dict (hooks,
             submodules) are copies as well.
-        remove: takes the thing off the module itself; None: ``take_out`` is called with the module's ``__dict__``.
+        remove: takes the thing off the module itself, if that is another work than for a copy: a hook is removed by its
+            handle, and a thing that its caller takes off has a function that does nothing. None: ``take_out`` is called
+            with the module's own ``__dict__``.
 
     Returns:
         A function that takes the thing off the module; ``take_out`` is no longer called for copies then.
@@ -273,8 +276,9 @@ def _undo_setting(mark: Mark, setting: AttributeSetting) -> None:
 def value_before(module: nn.Module, name: str) -> Any:
     """An attribute's value from before all :func:`set_attributes` that are in force; None if it had no value.
 
-    Called when attention is hooked, to see whether the user had switched off the quantization. Settings are kept in the
-    order in which they were made, so the first that names the attribute replaced its value.
+    ``register_state_change`` (``forward/attention.py``) calls it to see whether the user had switched off the
+    quantization of an attention module, by compressed-tensors' attribute ``quantization_enabled``. Settings are kept in
+    the order in which they were made, so the first that names the attribute has replaced the user's value.
     """
     mark = mark_of(module)
     for setting in [] if mark is None else mark.settings:

@@ -129,8 +129,9 @@ class PackedWeight(torch.Tensor):
             elif name in ("weight_scale", "weight_zero_point") and stop - start < len(self):
                 height = per_scale
             entries[name] = tensor if height is None else tensor[start // height : -(-stop // height)]
-        # compressed-tensors makes small tensors here: the host must not wait for their upload, and those that it keeps
-        # for the process must not be made in inference mode.
+        # compressed-tensors makes small tensors here. `no_upload`: the host does not wait for their upload.
+        # `keep_range_readable`: the ends of the format's range, which compressed-tensors keeps for the process, are not
+        # made in inference mode, where gradients could never use them.
         with no_upload(self.device):
             keep_range_readable(args, self.device)
             weight: torch.Tensor = compressor.decompress(entries, self.scheme)["weight"]
@@ -142,7 +143,7 @@ class PackedWeight(torch.Tensor):
         Called before and after each product; returns ``value`` itself where the scheme does not quantize it.
 
         Args:
-            value: ``(..., C)``.
+            value: the input ``(..., C)``, or the output ``(..., R)``.
             base_name: ``"input"`` or ``"output"``.
         """
         args = getattr(self.scheme, SCHEME_FIELDS[base_name])
@@ -250,7 +251,12 @@ def has_packed(model: nn.Module) -> bool:
 def _converted(
     weight: PackedWeight, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> torch.Tensor:
-    """``weight.to(dtype, device)``. The stored tensors keep their dtypes: ``dtype`` is of the decompressed weight."""
+    """``weight.to(dtype, device)``. The stored tensors keep their dtypes: ``dtype`` is of the decompressed weight.
+
+    On the meta device there is nothing to decompress, so the result is a plain meta tensor there, and elsewhere a
+    packed weight. Other arguments of ``to`` (``non_blocking``, ``memory_format``) are not followed: the copies are
+    made at once, in the layout of the checkpoint.
+    """
     if device is not None and torch.device(device).type == "meta":
         return torch.empty(weight.shape, dtype=dtype or weight.dtype, device="meta")
     return weight._with(lambda tensor: tensor.to(device, copy=True), dtype)

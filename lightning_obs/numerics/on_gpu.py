@@ -42,6 +42,8 @@ _TABLES = 16
 _PROGRAMS_OF_TABLE = 16
 # Up to this relative difference, a loop agrees with torch's operations; a wrong loop differs by far more.
 _DIFFERENCE = 1e-3
+# Exponent of the errors that are compared then: the default of the searches.
+_NORM = 2.4
 
 
 def _triton() -> Any:
@@ -97,12 +99,15 @@ def _difference(device: torch.device) -> float:
 
 
 def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
-    """The largest relative difference of a candidate's error on a row of ``(R, G)``."""
+    """The largest relative difference of a candidate's error on a row of ``(R, G)``.
+
+    ``grid.error`` gives the difference of each value from its nearest number, ``(K, R, G)`` for K candidates.
+    """
     factors = torch.tensor((1.0, 0.9), dtype=torch.float64, device=rows.device)
     candidates = Candidates(rows.amin(1), rows.amax(1), factors)
-    scale, _ = candidates.qparams(grid)
+    scale, _ = candidates.qparams(grid)  # (K, R)
     expected_differences = grid.error(rows.float(), scale[..., None], None)
-    expected = expected_differences.abs().pow(2.4).sum(-1)
+    expected = expected_differences.abs().pow(_NORM).sum(-1)
     errors = torch.stack([_errors_of_candidate(rows, candidates, k, grid) for k in range(len(factors))])
     relative = (errors - expected) / expected
     return relative.abs().max()
@@ -116,7 +121,7 @@ def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int
     alone = candidates._replace(factors=candidates.factors[number : number + 1])
     view = rows[None, :, None]
     everything = slice(0, len(rows))
-    return measure_ranges(view, everything, None, alone, grid, 2.4).least
+    return measure_ranges(view, everything, None, alone, grid, _NORM).least
 
 
 def _difference_of_levels(left: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
@@ -205,8 +210,12 @@ def measure_ranges(
     """Which candidates improve which rows, by their errors ``sum |q(x) - x| ** norm``.
 
     Called by ``search/loops.py`` as the loop of a range search on a GPU. If a program can hold all values of a row, it
-    compares the candidates itself, and no errors are kept. Longer rows are cut into pieces, and the errors of the
-    pieces are added up in float64.
+    compares the candidates itself, and no errors are kept: it writes which of the C candidates improve which of the r
+    rows of ``part``, and the least errors. Longer rows are cut into pieces: the loop writes the error of each piece,
+    and the errors are added up in float64 and compared here.
+
+    The loop computes the scales itself where a scale is the range's magnitude over one number
+    (:func:`.half_of_range`); for other formats it reads scales and zero points that torch has computed.
 
     Args:
         view: the values ``(A, B, N, G)``; the first two dimensions number the rows.
@@ -215,7 +224,11 @@ def measure_ranges(
         candidates: the candidates of these rows.
         grid: the numbers of the format.
         norm: exponent of the error.
-        least: the least errors of earlier candidates, ``(r,)``; None: there are no earlier candidates.
+        least: the least errors of earlier candidates on the rows of ``part``, ``(r,)``; it is not changed. None: there
+            are no earlier candidates.
+
+    Returns:
+        Which candidates improve which rows, ``(C, r)``, and the least error of each row, ``(r,)``.
     """
     rows = part.stop - part.start
     count = len(candidates.factors)
@@ -231,7 +244,7 @@ def measure_ranges(
         least_errors = _least_errors(least, rows, view.device)
     else:
         result = torch.empty(pieces, count, rows, device=view.device)
-        least_errors = result
+        least_errors = result  # the loop does not use it here
     half = half_of_range(grid, candidates.low.dtype)
     scale = None
     zero_point = None

@@ -112,7 +112,9 @@ class Statistics:
     Statistics are attributes of the observer.
     """
 
+    #: the number format and strategy of the tensor, with the observer's hyperparameters; :class:`.Observer` sets it
     args: QuantizationArgs
+    #: which tensor of its module is observed: weight, input, output, q, k or v; :class:`.Observer` sets it
     base_name: str
 
     #: all statistics of the class, in the order in which ``measure`` returns them. Empty: the class does not declare
@@ -130,7 +132,9 @@ class Statistics:
     #: reports them, and no helper has to observe the extremes of inputs
     keeps_extremes = False
 
-    #: attributes that the observer's owner sets: ``reset`` keeps them, and they are no statistics
+    #: attributes that are no statistics, and that ``reset`` keeps. The constructor of :class:`.Observer` makes and
+    #: explains the dtype of qparams and the kind (what is equal for observers that measure the same);
+    #: :meth:`.Observer.fuse` sets the fused observers and whether their ranges are joined; ``is_finite`` is below
     _settings: ClassVar[tuple[str, ...]] = ("qparams_dtype", "_fused_observers", "_joins_ranges", "is_finite", "kind")
 
     #: whether ``statistics`` lists every attribute that observing sets
@@ -268,7 +272,9 @@ def declared_statistics(observer: Statistics) -> tuple[Statistic, ...]:
     """The statistics that an observer declares, in ``statistics`` or in ``_act_sync_dict``.
 
     Called by the other functions here, and wherever statistics are combined (``observer.py``), reduced over ranks
-    (``ranks/sync.py``) or saved (``calibration/saved_state.py``).
+    (``ranks/sync.py``) or saved (``calibration/saved_state.py``). A class that declares ``statistics`` has an
+    ``_act_sync_dict`` that is made of them. A user's observer may set an ``_act_sync_dict`` on itself, for example in
+    its constructor: then this dict says what the observer has.
     """
     if observer._declares_all and "_act_sync_dict" not in vars(observer):
         return observer.statistics

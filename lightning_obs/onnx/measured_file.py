@@ -98,7 +98,7 @@ def measure_onnx(
     for package in ("onnx", "onnxscript"):
         import_package(package, "measure_onnx")
     onnxruntime = import_package("onnxruntime", "measure_onnx")
-    arguments = Example.of(model, example, None)
+    arguments = Example.of(model, example, dynamic_shapes=None)  # the model in float is traced in the example's shapes
     # Inside ``left_as_it_was`` the model is in evaluation mode, as in the file; its own mode comes back at the end.
     with tempfile.TemporaryDirectory() as folder, left_as_it_was(model):
         float_file = Path(folder, "float.onnx")
@@ -137,22 +137,24 @@ def _options(onnxruntime: Any) -> Any:
 def _products(onnxruntime: Any, file: str | os.PathLike[str], optimized_file: Path) -> tuple[list[str], int]:
     """The products that onnxruntime computes in float, and the number of all its products.
 
-    :func:`measure_onnx` calls it. It loads the file, lets onnxruntime write the graph that it runs, and looks at the
-    operation of each node. ``export_onnx`` names nodes ``"module/operation"``. A node that onnxruntime makes of a
-    product and of what follows it has the product's name, perhaps with ``"fused "`` before it and more behind it: of a
-    Linear with a bias and a ReLU, ``"fused fc/MatMul/MatMulAddFusion"``.
+    :func:`measure_onnx` calls it. It loads the file, lets onnxruntime write the graph that it makes of the file, and
+    looks at the operation of each node. ``export_onnx`` names nodes ``"module/operation"``. A node that onnxruntime
+    makes of a product and of what follows it has the product's name, perhaps with ``"fused "`` before it and more
+    behind it: of a Linear with a bias and a ReLU, ``"fused fc/MatMul/MatMulAddFusion"``.
 
     Args:
         onnxruntime: the package.
         file: the file.
-        optimized_file: path of a new file, to which onnxruntime writes the graph that it runs. The level of
-            optimization is the last but one, since the last level changes the layout of images and the names of nodes.
+        optimized_file: path of a new file, to which onnxruntime writes the graph, optimized at the level
+            "extended". The session that is timed goes further: it also changes the layout of images, and then the names
+            of nodes tell their modules no more.
     """
     import onnx
 
     options = _options(onnxruntime)
     options.optimized_model_filepath = str(optimized_file)
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    # weights go to a file of their own, which is not read: one file could not hold more than 2 GiB
     options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "weights")
     onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
     in_float = []

@@ -289,6 +289,8 @@ def _describe(
             else:
                 without_reduction[name] = value
         description.forms[key] = equal_forms.setdefault(tuple(forms), tuple(forms))
+        # Without `has_statistics` the observer of a weight has gathered inputs only. It has not yet observed the tensor
+        # for which the other ranks would take these statistics.
         if without_reduction and observer.has_statistics and not is_alone:
             description.kept[key] = without_reduction
     require_plain(

@@ -72,8 +72,8 @@ def grid_error(
     Args:
         value: a weight's matrix, or an input with its channels last; with one scale, of any shape. It must not be
             empty.
-        scale: the scales, one number for each group, row, block or tensor as ``args.strategy`` says; a global scale
-            is divided out of them.
+        scale: the scales, one number for each group, row, block or tensor as ``args.strategy`` says. Where the format
+            has a global scale (NVFP4), the caller passes the stored scales divided by it.
         zero_point: the zero points, in the shape of ``scale``; None if symmetric.
         args: number format and strategy.
         base_name: weight, input or output.

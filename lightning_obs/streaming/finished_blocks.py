@@ -65,12 +65,13 @@ class FinishedBlocks:
         """Save the state of the run after ``step`` blocks, with the facts and checksums that it depends on.
 
         ``layerwise.py`` calls this on every rank after each block; :meth:`load` returns the state to a later run.
+        ``Unfinished.save`` adds a checksum of the whole state, which its ``load`` compares.
         """
-        sealed_state = dict(state)
-        sealed_state["facts"] = self._facts
-        sealed_state["read"] = self._source.reader.checksums
-        sealed_state["written"] = self._file_checksums
-        self._unfinished.save(step, sealed_state)
+        saved_state = dict(state)
+        saved_state["facts"] = self._facts
+        saved_state["read"] = self._source.reader.checksums
+        saved_state["written"] = self._file_checksums
+        self._unfinished.save(step, saved_state)
 
     def load(self, step: int) -> dict[str, Any]:
         """Check and return the state that an earlier run saved after ``step`` blocks.
@@ -95,7 +96,7 @@ class FinishedBlocks:
         )
         self._file_checksums = state["written"]
         self.require_whole()
-        self._source.reader.watch(state["read"])
+        self._source.reader.watch(state["read"])  # the earlier run's checksums hold for later reading, too
         return state
 
     def require_whole(self) -> None:
@@ -120,13 +121,15 @@ def facts_of_run(
 ) -> dict[str, Any]:
     """Return everything that a run's files depend on except the data of weights: numbers and strings by name.
 
-    Called when a run begins. :meth:`FinishedBlocks.load` compares the facts with those of the killed run.
+    ``_LayerwiseRun`` (``layerwise.py``) calls this in its constructor, to make :class:`FinishedBlocks`. The ``load`` of
+    that compares the facts with those of the killed run.
 
     Args:
         source: the checkpoint that is read.
         observation: has the options, observers and ranks.
         batches: the calibration data of this rank.
-        runs: how the blocks are run, by the name of the option.
+        runs: what of the :class:`.BlockRuns` changes results: ``token_mask``, the type of the ``device``, and, unless
+            blocks run step by step, ``inputs`` (``"full_precision"`` or ``"quantized"``).
 
     Raises:
         CalibrationError: batches hold an object whose checksum cannot be computed.

@@ -1,4 +1,4 @@
-"""Build the model of a checkpoint without data: every parameter and buffer is on the meta device.
+"""Build the model of a checkpoint without data: every tensor that its files may hold is on the meta device.
 
 ``source.py`` does this for every checkpoint that is quantized from its files.
 """
@@ -18,7 +18,7 @@ from lightning_obs.model.kinds import require_transformers
 
 
 def build_on_meta(folder: Path, reader: TensorReader) -> Any:
-    """Return the model that wrote a checkpoint, in evaluation mode, with meta tensors only.
+    """Return the model that wrote a checkpoint, in evaluation mode; all tensors of its state dict are meta tensors.
 
     Called by the constructor of `CheckpointSource`.
 
@@ -73,7 +73,12 @@ def _first_floating_dtype(reader: TensorReader) -> torch.dtype | None:
 
 
 def _move_constants_to_meta(model: Any) -> None:
-    """Replace tensors that a constructor made on another device: their values are not the values of the files."""
+    """Replace tensors of the state dict that a constructor has made on a device of its own choice by meta tensors.
+
+    The constructor's values are initial values; those of the checkpoint are read from the files later. Buffers that no
+    file holds (``persistent=False``) stay: ``CheckpointSource.make_buffers`` computes them anew before the model runs.
+    :func:`build_on_meta` calls this once the model is built.
+    """
     meta_tensors = {}
     for name, tensor in model.state_dict().items():
         if not tensor.is_meta:

@@ -142,7 +142,9 @@ def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
     """Return the class of transformers whose ``from_pretrained`` loads the model ``name``.
 
     It is ``auto_class``, with two exceptions: if ``auto_class`` is None, or if it is ``AutoModelForCausalLM`` and the
-    model is one with images that this class does not know. Then it is the class that wrote the checkpoint.
+    model is one with images that this class does not know. Then it is the first class of the config's
+    ``architectures`` that transformers has, which wrote the checkpoint; ``AutoModel`` if transformers has none of them
+    (code of the checkpoint's own). :func:`load_pretrained` calls this.
     """
     config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING

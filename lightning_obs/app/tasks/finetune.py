@@ -37,7 +37,7 @@ class Finetune(Calibrate):
         steps: training steps.
     """
 
-    may_train = False
+    may_train = False  # the report proposes no training: this task has trained the model already
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)

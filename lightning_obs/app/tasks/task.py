@@ -14,10 +14,11 @@ from lightning_obs.errors import CalibrationError
 class Task(ABC):
     """Does one thing with a composed config; its own keys are under ``task``. All ranks run it, rank 0 writes.
 
-    :func:`lightning_obs.app.main.run` calls ``check``, ``run`` and ``row`` in this order.
+    :func:`lightning_obs.app.main.run` makes the task by :func:`make_task`, and calls ``check``, ``run`` and ``row`` in
+    this order.
 
     Args:
-        config: the composed config.
+        config: the config that Hydra has composed of files and typed words; kept as the attribute ``config``.
     """
 
     def __init__(self, config: DictConfig) -> None:

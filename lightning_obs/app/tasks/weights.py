@@ -33,11 +33,12 @@ from lightning_obs.streaming.source import CheckpointSource
 class Weights(Task):
     """``task=weights``: quantize the weights of ``model.path`` from file to file, without data.
 
-    It calls :func:`~lightning_obs.quantize_checkpoint`, which writes the checkpoint to ``export.folder``.
+    It calls :func:`~lightning_obs.quantize_checkpoint`, which writes the checkpoint to ``export.folder``. Like every
+    task, it is made by ``make_task`` with the composed config, which is its attribute ``config`` (:class:`.Task`).
 
     Attributes:
         option: the option of the command line by which a user chooses the task, for errors.
-        options: the options of calibration, from the config.
+        options: the options of calibration, from the config; set by :meth:`check`.
         result: the result of the calibration; set by :meth:`run`.
     """
 

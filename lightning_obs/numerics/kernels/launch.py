@@ -183,7 +183,9 @@ def in_threads(work: Callable[..., object], *arguments: Collection[Any], steps: 
 def extremes(view: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Smallest and largest value of each row of ``(A, B, N, G)``, ``(A, B)`` each; NaN where a row has one.
 
-    Called by ``qparams.extremes`` for the range of each observed tensor.
+    Called by ``qparams.extremes`` for the range of each observed tensor. The tensor is cut into a part for each thread,
+    by rows (dimension A), or by observations (N) if these are more. The loop reads and writes bit patterns as signed
+    integers, which it compares in place of the floats; a pattern beyond that of infinity is NaN.
     """
     from lightning_obs.numerics.kernels import loops
 

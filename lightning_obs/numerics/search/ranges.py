@@ -55,7 +55,8 @@ def search_range(
     or counted values, when qparams are computed.
 
     Args:
-        observed: ``(N, *Q, G)``, not empty: N observations, Q the shape of the scales, G values per scale. Or a weight
+        observed: ``(N, *Q, G)``, not empty: N observations, Q the shape of the scales, at least one dimension (``(1,)``
+            for one scale), G values per scale. Or, known by its two dimensions, a weight
             ``(R, C)`` that the blocks of ``search.grid.args`` divide: Q is then ``(R / height, C / width)``, and the
             weight is not copied.
         search: candidates and error.
