@@ -24,7 +24,7 @@ def test_help_lists_groups_and_examples(command_line):
     assert done.returncode == 0
     assert "scheme: fp8, " in done.stdout
     assert "calibrate               Find the ranges in one pass over the data; no weight changes\n" in done.stdout
-    assert "reads all keys but scheme, group_size, data.train_batches\n" in done.stdout
+    assert "reads all keys but scheme, group_size, smooth, data.train_batches\n" in done.stdout
     assert "static_minmax           The range of everything observed: no value is clipped\n" in done.stdout
     assert "python -m lightning_obs --multirun" in done.stdout
 

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_obs import CalibrationError
 from lightning_obs.__main__ import versions
-from lightning_obs.app.from_config import make_options
+from lightning_obs.app.from_config import make_options, make_trainer
 from lightning_obs.app.main import run
 from lightning_obs.app.quality import Quality, recovered_share
 from lightning_obs.app.tasks import compare  # noqa: F401  (imports functions that tests here replace)
@@ -101,11 +101,14 @@ def test_of_a_few_batches_nothing_is_said(composed, capsys):
         (["task=finetune", "trainer.max_steps=10"], 4 * 16 + 2 * 16 + 1 + 10 * 4),
         (["task=plan"], 2 * 16 + 2 * 16 + 1 + 8 * 3),
         (["speed=quick"], 2 * 2 + 2 + 1),
+        (["speed=quick", "scheme=int8_static", "smooth=true"], 2 * 2 + 2 + 1 + 2 + 7),
         (["speed=quick", "experiment=qat_w4a16"], 4 * 2 + 2 * 2 + 1 + 4 * 4),
     ],
 )
 def test_forward_passes_are_counted(composed, overrides, passes):
-    assert make_task(composed(*overrides, tiny=False)).passes(needs_data=True) == passes
+    task = make_task(composed(*overrides, tiny=False))
+    task.job.trainer = make_trainer(task.config)
+    assert task.passes(needs_data=True) == passes
 
 
 @pytest.mark.parametrize(

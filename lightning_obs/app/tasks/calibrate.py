@@ -48,6 +48,11 @@ def refuse_several_devices(trainer: Trainer, what: str, remedy: str) -> None:
         raise CalibrationError(f"{what} runs on one device", got=f"{trainer.world_size} devices", remedy=remedy)
 
 
+#: with ``smooth=true``, forward passes to find the modules that can divide channels (two, and about four of repeated
+#: layers), and one that compares the outputs
+_PASSES_OF_TRIALS = 7
+
+
 class Calibrate(Task):
     """``task=calibrate``: find the ranges in one pass over the data; no weight changes.
 
@@ -201,6 +206,8 @@ class Calibrate(Task):
         passes = 2 * self.batches_of_a_measurement() + int(self.config.report.layer_error_batches)
         if needs_data:
             passes += self.job.batches("batches")
+        if self.config.smooth:
+            passes += self.job.batches("batches") + _PASSES_OF_TRIALS
         return passes
 
     def label(self) -> str:
