@@ -1,6 +1,7 @@
 """The benchmark of fine-tuning, on a tiny model: what it prints."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,8 @@ def recovery(folder, tiny, *rows):
 
 
 def growths(done, row):
-    """How far the loss is above the original model's on each text, in a line of the table."""
-    (cells,) = re.findall(rf"^\| `{re.escape(row)}`, \w+(?: steps)? \| (.*) \|$", done.stdout, flags=re.MULTILINE)[1:]
+    """How far the loss is above the original model's on each text after training, in the row's last line."""
+    *_, cells = re.findall(rf"^\| `{re.escape(row)}`, \d+ steps \| (.*) \|$", done.stdout, flags=re.MULTILINE)
     return [float(cell.split()[0]) for cell in cells.split(" | ")[: len(TEXTS)]]
 
 
@@ -68,13 +69,21 @@ def recovery_of(script, recovered):
     original = dict.fromkeys(TEXTS, torch.tensor([1.0, 3.0]))
     tuned = {text: original[text] + 0.4 * (1 - share) for text, share in zip(TEXTS, recovered, strict=True)}
     calibrated = {text: losses + 0.4 for text, losses in original.items()}
-    return script.Recovery(original, calibrated, tuned, (1.0, 2.0), 3)
+    return script.Recovery(original, calibrated, None, tuned, (1.0, 2.0), 3)
+
+
+def test_a_row_with_smooth_inputs_has_a_line_for_them(script):
+    recovery = recovery_of(script, (1.0, 1.0, 1.0, 1.0))
+    half = {text: losses - 0.2 for text, losses in recovery.calibrated.items()}
+    calibrated, smoothed, _ = replace(recovery, smoothed=half).lines("int8_static")
+    assert calibrated.startswith("| `int8_static`, calibrated | 0.4000 ± 0.0000 | ")
+    assert smoothed.startswith("| `int8_static`, smoothed | 0.2000 ± 0.0000 (50%) | ")
 
 
 def test_a_share_is_of_what_calibration_lost(script):
     shares = (0.5, -0.25, 0.0, 1.5)
     recovery = recovery_of(script, shares)
-    assert [recovery.recovered(text) for text in TEXTS] == pytest.approx(shares, abs=1e-6)
+    assert [recovery.recovered(recovery.tuned, text) for text in TEXTS] == pytest.approx(shares, abs=1e-6)
     calibrated, tuned = recovery.lines("w4a16")
     assert calibrated.startswith("| `w4a16`, calibrated | 0.4000 ± 0.0000 | ")
     assert tuned.startswith("| `w4a16`, 3 steps | 0.2000 ± 0.0000 (50%) | 0.5000 ± 0.0000 (-25%) | ")
