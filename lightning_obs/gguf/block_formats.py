@@ -198,7 +198,8 @@ def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
 class InFloat16(NamedTuple):
     """How well float16, in which blocks store scales, holds the scales of a weight.
 
-    ``export_gguf`` refuses a weight whose scales are not close, and warns if they are not exact.
+    ``export_gguf`` makes one for each quantized weight before it writes anything. It refuses a weight whose scales are
+    not close, and warns if they are not exact.
 
     Attributes:
         is_exact: whether float16 holds every scale exactly.

@@ -162,7 +162,12 @@ def _leave_out(run: _Run) -> Iterator[Step]:
 
 
 def _budget(run: _Run) -> Iterator[Step]:
-    """A larger budget of bits for a plan of mixed schemes, if the frontier's best plan within it loses less."""
+    """A larger budget of bits for a plan of mixed schemes, if the frontier's best plan within it loses less.
+
+    The frontier is a list of plans with their estimated losses; one of them was chosen. A point marked "measured" is
+    the chosen plan once more with its measured loss, and cannot be compared with estimates. In the step's Python,
+    ``measured`` is the result of :func:`~lightning_obs.sensitivity`.
+    """
     plan = None
     plans = []
     for point in run.report.decisions.frontier:

@@ -292,7 +292,7 @@ class Plan(Calibrate):
         return plain(self.config.task.candidates) or {}
 
     def _at_most(self) -> dict[str, float]:
-        """The largest share of the weights that may be quantized by a candidate, by the candidate's name."""
+        """The largest share of the weights (0 to 1) that each candidate may quantize, by its name; empty: no limit."""
         return plain(self.config.task.at_most)
 
     def _candidate_options(self) -> dict[str, Any]:
