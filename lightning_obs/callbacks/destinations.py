@@ -99,7 +99,10 @@ class Destination:
             refuse_unmerged(model, "export_to, of sharded weights,")
 
     def write(self, results: Results) -> None:
-        """Write the calibrated model of the callback that holds ``results``; called in ``teardown`` at a run's end."""
+        """Write the calibrated model of the callback that holds ``results``.
+
+        Called in ``teardown`` at a run's end, and by the command line (``FileExport.write``).
+        """
         results.export(self.path, overwrite=self.overwrite, **self.options)
 
 

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.weight import adapters_of, in_shards
 
 
@@ -145,7 +146,7 @@ class _Calls:
     def __enter__(self) -> None:
         for name, module in self.modules.items():
             hook = module.register_forward_hook(partial(self._note_call, name), with_kwargs=True)
-            self._hooks.callback(hook.remove)
+            self._hooks.callback(keep_hook_out(module, hook))
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
@@ -253,8 +254,9 @@ class _Trial:
 
     def __enter__(self) -> None:
         for name, candidates in self._candidates_of.items():
-            hook = self._modules[name].register_forward_hook(partial(self._try, candidates), with_kwargs=True)
-            self._hooks.callback(hook.remove)
+            module = self._modules[name]
+            hook = module.register_forward_hook(partial(self._try, candidates), with_kwargs=True)
+            self._hooks.callback(keep_hook_out(module, hook))
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()

@@ -29,7 +29,7 @@ from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
 from lightning_obs.model.kinds import is_dispatched
-from lightning_obs.model.mark import make_mark, mark_of
+from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of
 from lightning_obs.model.weight import in_shards
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
 from lightning_obs.schemes.config import SchemeLike, make_observer
@@ -216,7 +216,8 @@ def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[An
         for pair in pairs:
             sample = _InputSample(tokens_per_batch)
             reader = next(iter(pair.readers.values()))
-            hooks.callback(reader.register_forward_pre_hook(sample.observe, with_kwargs=True).remove)
+            hook = reader.register_forward_pre_hook(sample.observe, with_kwargs=True)
+            hooks.callback(keep_hook_out(reader, hook))
             samples.append(sample)
         for batch in batches:
             output = call_on(model, batch)

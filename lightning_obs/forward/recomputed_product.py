@@ -314,6 +314,9 @@ def recomputed_product(
 class _RecomputedProduct(torch.autograd.Function):
     """The autograd function behind :func:`recomputed_product`, which documents the arguments of ``forward``.
 
+    It is applied in training where a module computes a product whose weight is quantized in each call; not under
+    torch.compile, nor where :func:`product_of` knows no product of the module or the quantized weight is kept.
+
     torch calls ``forward`` and ``setup_context`` in the forward, and ``backward`` in the backward. ``setup_context``
     keeps the input (if the backward reads it), the scale and the parameters; ``backward`` quantizes the weight again.
     """
