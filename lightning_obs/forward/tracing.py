@@ -7,6 +7,7 @@ quantization. The model stays as it is.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -195,17 +196,31 @@ class Example(NamedTuple):
     def of(cls, model: nn.Module, example: Any, dynamic_shapes: Any) -> Example:
         """Read the arguments ``example`` and ``dynamic_shapes`` of a function that writes or measures a file.
 
+        Positional arguments that end with a dict are passed by the names that the model's forward has for them, since
+        torch's ONNX exporter takes a last positional dict for keyword arguments. Arguments without names (``*inputs``)
+        stay positional.
+
         Args:
             model: the model to trace.
             example: a mapping of keyword arguments, one tensor as the only argument, or a sequence of positional
                 arguments.
-            dynamic_shapes: kept as it is.
+            dynamic_shapes: kept as it is, or by name like the arguments.
         """
         if isinstance(example, Mapping):
             return cls((), dict(example), dynamic_shapes)
         if isinstance(example, torch.Tensor):
             return cls((example,), {}, dynamic_shapes)
-        return cls(tuple(example), {}, dynamic_shapes)
+        positional = tuple(example)
+        if not positional or not isinstance(positional[-1], dict):
+            return cls(positional, {}, dynamic_shapes)
+        signature = inspect.signature(model.forward)
+        kinds = [parameter.kind for parameter in signature.parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            return cls(positional, {}, dynamic_shapes)
+        by_name = signature.bind(*positional).arguments
+        if isinstance(dynamic_shapes, (tuple, list)):
+            dynamic_shapes = dict(zip(by_name, dynamic_shapes, strict=True))
+        return cls((), dict(by_name), dynamic_shapes)
 
 
 def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: str) -> CalibrationError:
