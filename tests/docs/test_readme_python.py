@@ -36,6 +36,7 @@ def test_the_python_runs(code, tmp_path, monkeypatch, own_registry):
             "model": module.model,
             "loader": DataLoader([batch], batch_size=None),
             "batch": batch,
+            "batches": [batch],
             "CalibrationCallback": CalibrationCallback,
         },
     )
