@@ -11,8 +11,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_obs.calibration.observation import CalibrationResult
     from lightning_obs.calibration.options import CalibrationOptions
+    from lightning_obs.calibration.result import CalibrationResult
     from lightning_obs.calibration.session import CalibrationSession
     from lightning_obs.callbacks.calibration import CalibrationCallback
     from lightning_obs.callbacks.quantization_aware_training import QuantizationAwareTraining
@@ -45,7 +45,7 @@ _HOME = {
     "CalibrationError": "lightning_obs.errors",
     "CalibrationWarning": "lightning_obs.errors",
     "CalibrationOptions": "lightning_obs.calibration.options",
-    "CalibrationResult": "lightning_obs.calibration.observation",
+    "CalibrationResult": "lightning_obs.calibration.result",
     "CalibrationSession": "lightning_obs.calibration.session",
     "Observer": "lightning_obs.observers",
     "OnnxMeasurement": "lightning_obs.onnx.measured_file",

@@ -21,7 +21,7 @@ from torch import nn
 from lightning_obs.app import reload_check
 from lightning_obs.app.console import bytes_done, step
 from lightning_obs.app.job import Job
-from lightning_obs.calibration.observation import CalibrationResult
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.engines import VLLM, Transformers, Verdict
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.extra_runs import left_as_it_was

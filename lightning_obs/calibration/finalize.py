@@ -8,7 +8,7 @@ collectives, so that no rank waits forever, and all ranks raise the same error (
 The scales of a large model take gigabytes. So each module's qparams take the dtype in which they are stored as soon as
 they are computed, they are checked without a copy, and the written tensors replace the computed ones.
 
-A weight may be whole on each rank, sharded, or offloaded: :class:`WeightSearch` makes the rank that owns a weight
+A weight may be whole on each rank, sharded, or offloaded: :class:`.WeightSearch` makes the rank that owns a weight
 observe it.
 """
 
@@ -23,25 +23,32 @@ from torch import nn
 from lightning_obs.calibration.expert_tokens import borrow_ranges
 from lightning_obs.calibration.fit_errors import FitErrors, judge_fit
 from lightning_obs.calibration.hold_out import of_hold_out
-from lightning_obs.calibration.observation import CalibrationResult, Observation, PlanSummary
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.quantized_outputs import qparams_from_zero, ranges_of_sources, settle_outputs
-from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
+from lightning_obs.calibration.result import (
+    CalibrationResult,
+    chosen_ranges,
+    grids_of_weights,
+    observed_ranges,
+    on_host,
+    qparams_for_result,
+    result_of,
+)
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
+from lightning_obs.calibration.weight_search import WeightSearch
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
-from lightning_obs.files.tensors import Progress, Tally
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, remember, write_qparams
-from lightning_obs.model.offload import at_rest, is_offloaded
-from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
+from lightning_obs.model.offload import at_rest
+from lightning_obs.model.weight import reshard
 from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
-from lightning_obs.observers.lattice import GridShares, LatticeObserver
 from lightning_obs.observers.statistic import input_statistics
-from lightning_obs.ranks.collectives import Collectives, Stretch
-from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes, shares_in_float
+from lightning_obs.ranks.collectives import Stretch
+from lightning_obs.ranks.sync import Synced, sync_statistics
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
 
 @at_rest()
@@ -90,7 +97,7 @@ class _Finalization:
         #: observers to use in place of those of experts that no data reached
         self.stand_ins: dict[Key, Observer] = {}
         #: names of modules left in full precision: those of the last finalization, until activations are computed
-        self.skipped = observation.skipped
+        self.skipped = observation.coverage.skipped
         #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
         self.qparams: dict[str, dict[str, torch.Tensor]] = {}
         #: by module name, the estimates for fitted weights; of this rank's weights, until they are shared
@@ -99,7 +106,7 @@ class _Finalization:
     def run(self) -> CalibrationResult:
         """Run all steps; :func:`finalize` calls this once."""
         observation = self.observation
-        observation.lacks_data = False
+        observation.coverage.lacks_data = False
         search = self._prepare_weights()
         synced = self._reduce_ranks(search)
         activation_qparams = self._compute_activations(synced)
@@ -154,7 +161,7 @@ class _Finalization:
                 expert_tokens[name] = [int(count) for count in counts]
             if self.activations and observation.collectives.size == 1:
                 _bring_to_host(observation.data_observers)  # several ranks reduce them on the accelerator
-        is_due = self.activations and observation.unreached is None
+        is_due = self.activations and observation.coverage.unreached is None
         synced = sync_statistics(
             observation.data_observers | self._judging if is_due else {},
             observation.collectives,
@@ -188,14 +195,15 @@ class _Finalization:
         with self.stretch:
             readers = observation.calls.readers
             begin_at_zero: set[str] = set()
-            if observation.unreached is None:
-                observation.unreached = [key for key in synced.unreached if not of_hold_out(key)]
+            coverage = observation.coverage
+            if coverage.unreached is None:
+                coverage.unreached = [key for key in synced.unreached if not of_hold_out(key)]
             if readers is not None:
                 readers.add(readers_of_rank for _, readers_of_rank in synced.notes)
                 begin_at_zero = settle_outputs(observation, readers)
             _bring_to_host(observation.data_observers)
             self.stand_ins = _stand_ins(observation)
-            without_ranges = set(observation.unreached) - self.stand_ins.keys()
+            without_ranges = set(coverage.unreached) - self.stand_ins.keys()
             self.skipped = left_in_float_without_data(observation, without_ranges) if without_ranges else set()
             for key, observer in {**observation.observers, **self.stand_ins}.items():
                 name, base = key
@@ -364,7 +372,7 @@ class _Finalization:
     def _agree_on_result(self, synced: Synced) -> CalibrationResult:
         """Agree with the other ranks that all have written their qparams, and return the result.
 
-        Without activations no fit was judged, so the result does not speak of a fit (``is_fitted``).
+        Without activations no fit was judged, so the result does not speak of a fit (``plan.is_fitted``).
         """
         observation = self.observation
         result: CalibrationResult | None = None
@@ -375,70 +383,18 @@ class _Finalization:
             result.measurements = observation.calls.measurements
             result.collectives = self.collectives + 1 if observation.collectives.size > 1 else 0
             result.qparams = on_host(qparams_for_result(self.qparams))
-            result.input_ranges = _observed_ranges(observation.data_observers)
-            result.chosen_input_ranges = _chosen_ranges(observation.observers)
-            result.grids = _grids(observation.observers)
-            result.is_fitted = result.is_fitted and self.activations
+            result.input_ranges = observed_ranges(observation.data_observers)
+            result.chosen_input_ranges = chosen_ranges(observation.observers)
+            result.grids = grids_of_weights(observation.observers)
+            result.plan.is_fitted = result.plan.is_fitted and self.activations
             result.fit_errors = self.fit_errors
             result.skipped = sorted(self.skipped)
             result.expert_tokens = _add_counts([expert_tokens for expert_tokens, _ in synced.notes])
             result.fallback = sorted({name for name, _ in self.stand_ins})
         self.stretch.agree()
         assert result is not None
-        observation.skipped = self.skipped
+        observation.coverage.skipped = self.skipped
         return result
-
-
-def qparams_for_result(qparams: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
-    """Leave the rounded weights, which are as large as the weights, out of qparams by module name.
-
-    ``finalize`` calls this at its end, for the ``qparams`` of the result.
-    """
-    without_weights = {}
-    for name, of_module in qparams.items():
-        without_weights[name] = {key: value for key, value in of_module.items() if key != ROUNDED}
-    return without_weights
-
-
-def result_of(observation: Observation, skipped: Collection[str] = ()) -> CalibrationResult:
-    """Make a result with the fields that follow from the plan alone.
-
-    ``is_fitted`` is True if some weight is fitted to data and the fit is to be judged.
-
-    ``finalize`` calls this at its end, and then fills in the other fields. Calibrations part by part
-    (:class:`.StepwiseCalibration`, ``quantize_checkpoint`` and ``calibrate_layerwise``) call it for the whole model,
-    and add what the parts give.
-
-    Args:
-        observation: has the plan.
-        skipped: names of modules that are left in full precision.
-    """
-    plan = PlanSummary(
-        fused=observation.inseparable,
-        left_out=observation.plan.left_out,
-        in_float=shares_in_float(observation.model, observation.plan.targets, skipped),
-        engines=observation.engines,
-    )
-    return CalibrationResult(
-        scheme=observation.options.label,
-        modules=[target.name for target in observation.plan.targets],
-        observers=len(observation.observers),
-        is_fitted=observation.is_fitted,
-        ranks=observation.collectives.size,
-        plan=plan,
-    )
-
-
-def warn_of_borrowed_ranges(result: CalibrationResult) -> None:
-    """Warn of experts that were quantized although no token reached them.
-
-    ``CalibrationSession.finalize`` calls this with each new result, and ``streaming/parts.py`` with that of each part.
-    """
-    if result.fallback:
-        warn(
-            f"no token reached these modules; their activations have the range of the layer's other experts: "
-            f"{name_list(result.fallback)}"
-        )
 
 
 def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -458,18 +414,6 @@ def write_all(plan: Plan, qparams: dict[str, dict[str, torch.Tensor]]) -> None:
             qparams[target.name] = {key: written[key] for key in qparams[target.name]}
         else:  # otherwise qparams of an earlier calibration would count as this one's
             clear_qparams(target.module)
-
-
-def on_host(qparams: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Copy qparams ``{"layer": {"weight_scale": tensor}}`` to the CPU, as ``{"layer.weight_scale": tensor}``.
-
-    ``finalize`` calls this for the result, and :attr:`.CalibrationSession.qparams` whenever it is read.
-    """
-    by_full_name: dict[str, torch.Tensor] = {}
-    for name, of_module in qparams.items():
-        for key, value in of_module.items():
-            by_full_name[f"{name}.{key}"] = value
-    return dict(zip(by_full_name, to_host(list(by_full_name.values())), strict=True))
 
 
 # ---------------------------------------------------------------------- statistics of activations
@@ -497,7 +441,7 @@ def _bring_to_host(observers: Mapping[Key, Observer]) -> None:
 def _stand_ins(observation: Observation) -> dict[Key, Observer]:
     """Observers to use in place of those of experts that no data reached; empty unless ``on_missing="siblings"``."""
     experts = observation.experts
-    if not observation.unreached or experts is None or observation.options.on_missing != "siblings":
+    if not observation.coverage.unreached or experts is None or observation.options.on_missing != "siblings":
         return {}
     join_ranges = observation.options.join_fused_scales
     return borrow_ranges(observation.observers, experts.containers, observation.plan.fused, join_ranges)
@@ -587,40 +531,6 @@ def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mappi
     )
 
 
-# ---------------------------------------------------------------------- for the result
-
-
-def _observed_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """By module name, the smallest and largest input that was observed; for the result.
-
-    Modules are left out if no observer of their inputs keeps these values.
-    """
-    ranges = {}
-    for (name, _), observer in observers.items():
-        if observer.base_name == "input" and observer.keeps_extremes and observer.has_statistics:
-            ranges[name] = (float(observer.min_vals.min()), float(observer.max_vals.max()))
-    return ranges
-
-
-def _chosen_ranges(observers: Mapping[Key, Observer]) -> dict[str, tuple[float, float]]:
-    """By module name, the range from which the scale of its input was computed; for the result."""
-    ranges = {}
-    for (name, base), observer in observers.items():
-        if base == "input" and observer.has_statistics:
-            low, high = observer.get_min_max()
-            ranges[name] = (float(low.min()), float(high.max()))
-    return ranges
-
-
-def _grids(observers: Mapping[Key, Observer]) -> dict[str, GridShares]:
-    """By module name, how much of the weight lies on a grid, if its observer is ``lattice``; for the result."""
-    grids = {}
-    for (name, _), observer in observers.items():
-        if isinstance(observer, LatticeObserver) and observer.has_statistics:
-            grids[name] = observer.grid_shares
-    return grids
-
-
 def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
     """Add up the token counts of experts over all ranks, by name of the container."""
     totals: dict[str, list[int]] = {}
@@ -629,110 +539,3 @@ def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[
             earlier = totals.get(name, [0] * len(counts))
             totals[name] = [total + count for total, count in zip(earlier, counts, strict=True)]
     return totals
-
-
-# ---------------------------------------------------------------------- the search of weights
-
-
-class WeightSearch:
-    """Lets the ranks observe a set of weights, each weight on one rank.
-
-    A finalization makes one for the observers of weights, and one for the roundings, and calls :meth:`observe` of each.
-
-    Args:
-        modules: by key (module name, base name), the module of each weight.
-        observers: by key, the observer of each weight.
-        collectives: of this rank.
-        progress: called after each weight that this rank has searched; None: no progress is shown.
-
-    Attributes:
-        modules: as given.
-        sizes: by key, the number of elements of the weight, by which weights are shared out.
-
-    Raises:
-        CalibrationError: a weight is on the meta device, or sharded over ranks that ``collectives`` does not reach.
-    """
-
-    def __init__(
-        self,
-        modules: Mapping[Key, nn.Module],
-        observers: Mapping[Key, Observer],
-        collectives: Collectives,
-        progress: Progress | None = None,
-    ) -> None:
-        self.modules = modules
-        self.sizes: dict[Key, int] = {}
-        self._observers = observers
-        self._collectives = collectives
-        self._progress = progress
-        self._sharded: ShardedWeights | None = None
-        refuse(
-            [name for (name, _), module in modules.items() if _is_on_meta(module)],
-            "the weight is not materialized (meta device)",
-            remedy="load it first.",
-        )
-        is_sharded = False
-        for key, module in modules.items():
-            place = place_of(module)
-            self.sizes[key] = place.shape.numel()
-            is_sharded = is_sharded or bool(place.groups)
-        if is_sharded:
-            self._sharded = ShardedWeights(modules, observers, collectives)
-
-    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
-        """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
-
-        Args:
-            keys: the weights to observe; the same on every rank on which nothing failed.
-            owners: by key, the rank that observes the weight.
-            observe: called with the key, observer and whole weight (a matrix) of each weight that this rank owns.
-            stretch: this rank's work. If it holds a failure, this rank observes nothing, and the failure is raised on
-                all ranks; a failure in here is kept in it.
-
-        Returns:
-            The number of collectives, without the gathering of sharded weights.
-        """
-        if self._progress is not None:
-            observe = self._reporting(observe, keys, owners, self._progress)
-        if self._sharded is not None:
-            return self._sharded.observe(keys, owners, observe, stretch)
-
-        def search(key: Key) -> None:
-            module = self.modules[key]
-            with onloaded(module):
-                matrix = whole_matrix(module)
-                assert matrix is not None  # a plan has no weight without a matrix
-                observe(key, self._observers[key], matrix)
-
-        observers = {key: self._observers[key] for key in keys}
-        shared = share_weights(observers, owners, search, self._collectives, stretch.failure)
-        if shared.failure is not None:
-            stretch.keep(shared.failure)
-        return shared.collectives
-
-    def _reporting(
-        self, observe: Observe, keys: Collection[Key], owners: Mapping[Key, int], progress: Progress
-    ) -> Observe:
-        """A function that calls ``observe``, and then ``progress`` with the bytes that this rank has observed so far.
-
-        The total is the bytes of the weights in ``keys`` that this rank owns.
-        """
-        total = 0
-        for key in keys:
-            if owners.get(key) == self._collectives.rank:
-                weight: Any = self.modules[key].weight
-                total += self.sizes[key] * weight.itemsize
-        tally = Tally(total, progress)
-
-        def observe_and_report(key: Key, observer: Observer, weight: torch.Tensor) -> None:
-            observe(key, observer, weight)
-            name, _ = key
-            tally.add(name if self._collectives.size == 1 else f"{name} (this rank's share)", weight.nbytes)
-
-        return observe_and_report
-
-
-def _is_on_meta(module: nn.Module) -> bool:
-    """Whether a module's weight has no data: it is on the meta device, and no offloading will load it."""
-    weight: Any = module.weight
-    return bool(weight.is_meta) and not is_offloaded(module)

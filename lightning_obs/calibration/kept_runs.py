@@ -15,8 +15,9 @@ from contextlib import AbstractContextManager
 from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.kept_calls import KeptCalls
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.quantized_inputs import calibrate_on_quantized_inputs, observe_kept_calls
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import require_steps_possible
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.schemes.recipes import Recipe
@@ -150,7 +151,7 @@ class KeptRuns:
                     with attempt():
                         return self._in_steps()
                 except CalibrationError as error:
-                    if observation.lacks_data:
+                    if observation.coverage.lacks_data:
                         raise
                     obstacle = str(error)
                     self._forget_statistics()

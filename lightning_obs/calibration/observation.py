@@ -1,9 +1,8 @@
-"""The record of one observation, and the result of a calibration.
+"""The record of one observation.
 
 The record (:class:`Observation`) holds the modules of a plan, their observers, and what has been observed so far. A
 session makes the record and owns it. Hooks fill it, and :func:`.finalize` reads it; both are given the record, not the
-session. Nothing outside ``calibration/`` writes to it. The result (:class:`CalibrationResult`) describes the finished
-calibration, for people and reports.
+session. Nothing outside ``calibration/`` writes to it. :class:`.CalibrationResult` describes the finished calibration.
 
 A *helper observer* gathers a statistic that the observer of the plan does not keep, under a base name of its own.
 """
@@ -14,13 +13,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 
 from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE
 from lightning_obs.calibration.expert_tokens import ExpertWatch
-from lightning_obs.calibration.fit_errors import FitErrors, fit_text
 from lightning_obs.calibration.fitted_recipe import fitted_options
 from lightning_obs.calibration.hold_out import HoldOut, is_fitted, judged_targets
 from lightning_obs.calibration.input_errors import InputErrors
@@ -29,7 +26,7 @@ from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.output_readers import OutputReaders
 from lightning_obs.engines import Verdict
 from lightning_obs.engines.engine import PlannedCheckpoint, ask_engines
-from lightning_obs.errors import CalibrationError, name_list, printable
+from lightning_obs.errors import CalibrationError
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.kinds import is_transformers_model, may_hold_experts, without_wrappers
 from lightning_obs.model.module_qparams import qparams_home
@@ -40,12 +37,34 @@ from lightning_obs.numerics.histogram import Support
 from lightning_obs.observers import HessianObserver, Key, Observer, StaticMinMaxObserver
 from lightning_obs.observers.counting import CountingObserver
 from lightning_obs.observers.hessian import MOST_OUTPUTS
-from lightning_obs.observers.lattice import GridShares, grid_text
 from lightning_obs.observers.statistic import observes_data
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.schemes.build_plan import build_plan, check_inputs_fit
 from lightning_obs.schemes.config import make_observer, rounds_on_quantized_inputs
-from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs, shares_text
+from lightning_obs.schemes.planned_modules import Plan, PlannedModule, drop_outputs
+
+
+@dataclass
+class Coverage:
+    """Which observers and modules the data of an observation reached; ``Observation.coverage`` is one.
+
+    :func:`.finalize` sets all fields but the last, with :mod:`.unreached`, and reads what an earlier call has set. A
+    session reads them afterwards.
+
+    Attributes:
+        unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet. The
+            session sets it back to None when it attaches.
+        lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
+        skipped: names of modules that were left in full precision, because no data reached them.
+        others_have_data: in the record of a part of a model (:meth:`Observation.of`), whether data reached other parts,
+            so that a part without data does not mean a calibration without data. :mod:`.stepwise` sets it before it
+            finalizes the part; in every other record it is False.
+    """
+
+    unreached: list[Key] | None = None
+    lacks_data: bool = False
+    skipped: set[str] = field(default_factory=set)
+    others_have_data: bool = False
 
 
 @dataclass
@@ -70,13 +89,7 @@ class Observation:
         judges_fit: whether the fit of weights to the data is judged; False while candidates are tried or weights train.
         is_fitting: whether an error would end a training; modules that no data reached are then left in float. The
             session sets it when a Trainer's run begins (``begin_run``).
-        unreached: the observers that no data reached on any rank; None: statistics were not reduced over ranks yet.
-            :func:`.finalize` sets it, and the session sets it back to None when it attaches.
-        lacks_data: whether the last :func:`.finalize` failed, on all ranks, because data were missing.
-        skipped: names of modules that were left in full precision, because no data reached them.
-        others_have_data: in the record of a part of a model (:meth:`of`), whether data reached other parts, so that a
-            part without data does not mean a calibration without data. :mod:`.stepwise` sets it before it finalizes the
-            part; in every other record it is False.
+        coverage: which observers and modules the data reached; known when the observation was finalized.
     """
 
     model: nn.Module
@@ -93,10 +106,7 @@ class Observation:
     progress: Progress | None = None
     judges_fit: bool = True
     is_fitting: bool = False
-    unreached: list[Key] | None = None
-    lacks_data: bool = False
-    skipped: set[str] = field(default_factory=set)
-    others_have_data: bool = False
+    coverage: Coverage = field(default_factory=Coverage)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave ``progress`` out of a copy or pickle, as the function may hold a terminal."""
@@ -175,7 +185,7 @@ class Observation:
     def is_fitted(self) -> bool:
         """Whether some weight is fitted to data and the fit is judged.
 
-        ``result_of`` (:mod:`.finalize`) asks this for the result, which then says how the fit went.
+        ``result_of`` (:mod:`.result`) asks this for the result, which then says how the fit went.
         """
         return self.judges_fit and any(
             base == "weight" and is_fitted(observer) for (_, base), observer in self.observers.items()
@@ -226,8 +236,8 @@ class Observation:
 
         A session calls this when it attaches, unless it continues an observation; :meth:`.KeptRuns.calibrate` calls it
         when a run in steps has failed. What else belongs to the last calibration is replaced elsewhere: the session
-        sets ``unreached`` to None when it attaches, the experts' hooks begin their counts at zero, and
-        :func:`.finalize` sets ``skipped`` and ``lacks_data``.
+        sets ``coverage.unreached`` to None when it attaches, the experts' hooks begin their counts at zero, and
+        :func:`.finalize` sets the rest of ``coverage``.
         """
         self.calls.batches = 0
         self.calls.measurements = 0
@@ -272,8 +282,8 @@ class Observation:
         """Make a record of some modules alone, so that this part of the model can be finalized by itself.
 
         Called for each step by :mod:`.stepwise`, and for each block or fused set by ``streaming/``. The new record
-        shares the observers with this one. What :func:`.finalize` changes in it (``skipped``, ``unreached``, counts)
-        does not change here. Its model is a list of the planned modules.
+        shares the observers with this one. What :func:`.finalize` changes in it (``coverage``, counts) does not change
+        here. Its model is a list of the planned modules.
 
         Args:
             module_names: the modules of the part, with all members of each fused set; unplanned modules are ignored.
@@ -291,6 +301,7 @@ class Observation:
             hold_outs={name: hold_out for name, hold_out in self.hold_outs.items() if name in module_names},
             calls=replace(self.calls, expert_tokens=expert_tokens),
             progress=progress,
+            coverage=replace(self.coverage),
         )
 
 
@@ -444,182 +455,3 @@ def _layers_of_experts(model: nn.Module, containers: Collection[str], plan: Plan
             prefix = f"{container}." if container else ""
             layers.append([target.name for target in plan.targets if target.name.startswith(prefix)])
     return layers
-
-
-# ---------------------------------------------------------------------- the result
-
-
-#: the fields of a result that grow part by part: :meth:`CalibrationResult.add` adds to them, and
-#: ``streaming/layerwise.py`` saves them after each block
-ADDED = (
-    "skipped",
-    "fallback",
-    "collectives",
-    "input_ranges",
-    "chosen_input_ranges",
-    "expert_tokens",
-    "grids",
-    "fit_errors",
-)
-#: facts that are counts, with the noun in the singular
-_COUNTED = {"modules": "module", "observers": "observer", "batches": "batch", "collectives": "collective"}
-
-
-@dataclass
-class PlanSummary:
-    """What is known of the quantized model before any data, from the plan of the calibration.
-
-    ``result_of`` (:mod:`.finalize`) makes one for each result; reports and the command line's closing lines read it.
-
-    Attributes:
-        fused: groups of names of modules that are quantized together or not at all.
-        left_out: by name of a targeted module that cannot be quantized, the reason (tied to an embedding, say).
-        in_float: by class of module, the share of the model's bytes that stays in float, largest first, without biases
-            of quantized modules. None: not known.
-        engines: by engine's name, its verdict on the checkpoint; empty if the model is not transformers'.
-    """
-
-    fused: list[list[str]] = field(default_factory=list)
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    in_float: Mapping[str, float] | None = None
-    engines: Mapping[str, Verdict] = field(default_factory=dict)
-
-
-@dataclass(repr=False)
-class CalibrationResult:
-    """The result of a calibration, for people, reports and the command line: ``session.result``, ``callback.result``.
-
-    ``result_of`` (:mod:`.finalize`) makes it from the plan, and ``finalize`` fills in the rest.
-
-    Attributes:
-        scheme: short name of the scheme.
-        modules: names of the modules that were quantized.
-        observers: how many observers took part.
-        batches: how many batches (calls of the model) this rank observed.
-        measurements: how often the statistics of an activation were computed; modules that read the same tensor share
-            them.
-        seconds: wall time from attaching the hooks to the written qparams, the user's forward passes included.
-        qparams: ``{"layer.weight_scale": tensor, ...}`` on the CPU.
-        input_ranges: smallest and largest input of each module that was observed, in the units of the activation.
-        chosen_input_ranges: the range from which the scale of each module's input was computed, in the same units: an
-            observer may choose a smaller range than it observed, or a larger one.
-        skipped: modules left in full precision because no data reached them (``on_missing="warn"``, or in a fit).
-        expert_tokens: how many tokens the router sent to each expert, by the name of the experts' container. With a
-            token mask, padding does not count, except in experts that are not of this package.
-        fallback: names of modules in experts that no data reached, whose activations got the ranges of the layer's
-            other experts (``on_missing="siblings"``).
-        grids: how much of each weight lies on a grid, by the name of its module, where the observer ``lattice`` looked
-            for one: the shares of its scales that give a grid, and that store their values bit for bit.
-        is_fitted: whether weights were fitted to data, by their observers or by rounding, and the fit was to be judged.
-        fit_errors: by name of a few modules with fitted weights, the errors of its outputs if the weight is fitted
-            without every fourth batch: :data:`~lightning_obs.calibration.fit_errors.FitErrors`. Empty: nothing could be
-            kept out.
-        plan: what was known of the quantized model before the data.
-        ranks: how many ranks took part.
-        collectives: how many collectives the calibration used.
-    """
-
-    scheme: str
-    modules: list[str]
-    observers: int
-    batches: int = 0
-    measurements: int = 0
-    seconds: float = 0.0
-    qparams: dict[str, torch.Tensor] = field(default_factory=dict)
-    input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    chosen_input_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    expert_tokens: dict[str, list[int]] = field(default_factory=dict)
-    fallback: list[str] = field(default_factory=list)
-    grids: dict[str, GridShares] = field(default_factory=dict)
-    is_fitted: bool = False
-    fit_errors: dict[str, FitErrors] = field(default_factory=dict)
-    plan: PlanSummary = field(default_factory=PlanSummary)
-    ranks: int = 1
-    collectives: int = 0
-
-    def add(self, part: CalibrationResult) -> None:
-        """Add the result of a part of the model: the fields in :data:`ADDED`.
-
-        Calibrations part by part call this for each part; fields that describe the whole plan stay.
-        """
-        for name in ADDED:
-            total = getattr(self, name)
-            addend = getattr(part, name)
-            setattr(self, name, total | addend if isinstance(total, dict) else total + addend)
-
-    def facts(self) -> dict[str, str]:
-        """The main facts as texts by name, in the order in which they are shown.
-
-        Called by :meth:`line` and ``repr``, by ``report/page.py`` for the report, and by the command line when it has
-        quantized files.
-        """
-        has_ranks = self.ranks > 1
-        facts = {
-            "scheme": self.scheme,
-            "modules": f"{len(self.modules):,}",
-            "observers": f"{self.observers:,}",
-            "batches": f"{self.batches:,}" + (f" x {self.ranks} ranks" if has_ranks else ""),
-        }
-        if has_ranks:
-            facts["collectives"] = str(self.collectives)
-        facts["calibration"] = f"{self.seconds:.1f} s"
-        if self.plan.in_float is not None:
-            facts["left in float"] = shares_text(self.plan.in_float)
-        if self.grids:
-            facts["grids"] = grid_text(self.grids)
-        if self.is_fitted:
-            facts["fit"] = fit_text(self.fit_errors, self.batches * self.ranks)
-        return facts
-
-    def line(self, between: str) -> str:
-        """The facts without the scheme on one line: 14 modules, 28 observers, 2 batches x 2 ranks, 0.3 s...
-
-        Called for the message at the end of a calibration (``callbacks/trainer_session.py``) and for the closing
-        summary (``report/summary.py``).
-
-        Args:
-            between: the text between two facts.
-        """
-        facts = self.facts()
-        texts = []
-        for plural, singular in _COUNTED.items():
-            if plural in facts:
-                number, _, ranks = facts[plural].partition(" ")
-                noun = singular if number == "1" else plural
-                texts.append(f"{number} {noun} {ranks}".strip())
-        texts.append(facts["calibration"])
-        if "left in float" in facts:
-            texts.append(f"left in float: {facts['left in float']}")
-        if "grids" in facts:
-            texts.append(facts["grids"])
-        if "fit" in facts:
-            texts.append(f"fit: {facts['fit']}")
-        return between.join(texts)
-
-    def __repr__(self) -> str:
-        """The facts on about ten lines, without the tensors of :attr:`qparams`."""
-        facts = self.facts()
-        total = sum(value.nbytes for value in self.qparams.values())
-        left_out = [f"{name} ({reason})" for name, reason in self.plan.left_out.items()]
-        rows = facts | {
-            "modules": f"{facts['modules']}: {name_list(self.modules, 3)}",
-            "observers": f"{facts['observers']}, {self.measurements} measurements of activations",
-            "qparams": f"{len(self.qparams)} tensors, {total:,} bytes",
-            "widest input": self._widest_input(),
-            "skipped": name_list(self.skipped, 3),
-            "left out": name_list(left_out, 3),
-            "fallback": name_list(self.fallback, 3),
-        }
-        lines = [f"  {key}: {value}" for key, value in rows.items() if value]
-        return printable("\n".join(["CalibrationResult", *lines]))
-
-    def _widest_input(self) -> str:
-        """The module whose input has the largest magnitude, with the input's range; empty if none was observed."""
-        widest = ""
-        largest = -1.0
-        for name, (low, high) in self.input_ranges.items():
-            if max(-low, high) > largest:
-                largest = max(-low, high)
-                widest = f"{name} [{low:.4g}, {high:.4g}]"
-        return widest

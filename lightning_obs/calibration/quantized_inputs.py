@@ -21,7 +21,8 @@ from lightning_obs.calibration.blocks import BlockForward, Blocks, known_blocks
 from lightning_obs.calibration.fitted_recipe import memory_of
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.kept_calls import KeptCalls
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
@@ -63,7 +64,7 @@ def calibrate_on_quantized_inputs(
             restores the earlier ones.
     """
     model = observation.model
-    observation.skipped = set()
+    observation.coverage.skipped = set()
     observation.calls.is_paused = False  # the callback may have paused it for the last batches of the user's run
     with left_as_it_was(model), without_caches(model):
         blocks, size = _blocks_that_run_alone(observation, batches)

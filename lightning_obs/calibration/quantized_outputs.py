@@ -265,7 +265,7 @@ def _without_outputs(observation: Observation, readers: OutputReaders) -> set[st
     No data has reached the observers of either. Empty if no data has reached any observer: then the calibration lacks
     data altogether, which ``finalize`` reports as an error.
     """
-    unreached = set(observation.unreached or ())
+    unreached = set(observation.coverage.unreached or ())
     if unreached >= observation.data_observers.keys():
         return set()
     names = set()

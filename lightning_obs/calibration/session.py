@@ -21,13 +21,14 @@ from compressed_tensors.quantization import QuantizationScheme
 from torch import nn
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.finalize import finalize, on_host, warn_of_borrowed_ranges
+from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.kept_runs import KeptRuns
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.quantized_outputs import attach_readers
+from lightning_obs.calibration.result import CalibrationResult, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
@@ -161,7 +162,7 @@ class CalibrationSession:
 
         Read after a calibration: by :meth:`state_dict`, quantized training and ``sensitivity``.
         """
-        return self.observation.skipped
+        return self.observation.coverage.skipped
 
     # ------------------------------------------------------------------ before data
 
@@ -261,7 +262,8 @@ class CalibrationSession:
         if shares_calls_with is not None:
             self.observation.calls.cache = shares_calls_with.observation.calls.cache
         self.result = None
-        self.observation.unreached = None  # statistics change, so finalize must reduce them over the ranks again
+        # Statistics change, so finalize must reduce them over the ranks again.
+        self.observation.coverage.unreached = None
         self.observation.calls.is_paused = False
         self._observing_since = time.perf_counter()
         has_outputs = self.observation.calls.readers is not None  # whether the plan quantizes outputs
@@ -407,7 +409,7 @@ class CalibrationSession:
         """
         with self._written.replacing():
             load_state(self.model, self.plan, state)
-            self.observation.skipped = set(state["skipped"])
+            self.observation.coverage.skipped = set(state["skipped"])
             readers = self.observation.calls.readers
             if readers is not None:  # the plan quantizes outputs
                 readers.followed.update(state["followed"])

@@ -29,10 +29,11 @@ from torch import nn
 
 from lightning_obs.calibration.base_names import INPUT_ERRORS
 from lightning_obs.calibration.blocks import BlockForward, Blocks, RunEnded, copied
-from lightning_obs.calibration.finalize import finalize, result_of
+from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
+from lightning_obs.calibration.result import CalibrationResult, result_of
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.calibration.total_progress import TotalProgress
 from lightning_obs.errors import refuse
@@ -321,13 +322,13 @@ class StepwiseCalibration:
             return
         part = self.observation.of(names, self._progress.of_part(names))
         # A finished module has had its data, so missing data of this part are those of some modules only.
-        part.others_have_data = bool(self.result.modules)
+        part.coverage.others_have_data = bool(self.result.modules)
         try:
             part_result = finalize(part)
         finally:
             # Only an error leaves this True, and no part follows it.
-            self.observation.lacks_data = part.lacks_data
-        self.observation.skipped |= part.skipped
+            self.observation.coverage.lacks_data = part.coverage.lacks_data
+        self.observation.coverage.skipped |= part.coverage.skipped
         # ``add`` adds skipped modules, ranges, fit errors... It leaves out qparams and modules, which a calibration of
         # files sets in another way, so they are added here.
         self.result.add(part_result)

@@ -22,10 +22,10 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     :func:`.borrow_ranges`).
 
     Args:
-        observation: of this rank. Its ``lacks_data`` is True afterwards if this raises for missing data; then, in a
-            fit, :meth:`.TrainerSession.finalize` warns instead of raising, and :meth:`.KeptRuns.calibrate` does not
-            try another rounding. In the record of a part of a model, ``others_have_data`` says whether data reached
-            the other parts.
+        observation: of this rank. Its ``coverage.lacks_data`` is True afterwards if this raises for missing data; then,
+            in a fit, :meth:`.TrainerSession.finalize` warns instead of raising, and :meth:`.KeptRuns.calibrate` does
+            not try another rounding. In the record of a part of a model, ``coverage.others_have_data`` says whether
+            data reached the other parts.
         unreached: the observers that no data reached on any rank, without those that have a stand-in.
 
     Returns:
@@ -41,8 +41,8 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     if not lacking:
         return set()
     _refuse_hidden_statistics(observation, lacking)
-    observation.lacks_data = True
-    if len(lacking) == len(required) and not observation.others_have_data:
+    observation.coverage.lacks_data = True
+    if len(lacking) == len(required) and not observation.coverage.others_have_data:
         raise _no_data_at_all(observation, required)
     # compressed-tensors, by which transformers loads a checkpoint, allocates scales of the kv cache in every attention
     # module. Those that the checkpoint lacks would stay uninitialized, so no attention module can be left out.
@@ -50,7 +50,7 @@ def left_in_float_without_data(observation: Observation, unreached: Collection[K
     may_be_left = observation.options.on_missing == "warn" or observation.is_fitting
     if needs_all_scales or not may_be_left:
         raise _no_data_for_some(observation, lacking, required)
-    observation.lacks_data = False
+    observation.coverage.lacks_data = False
     names = {name for name, _ in lacking}
     fused_with_them: set[str] = set()
     for group in observation.inseparable:

@@ -11,8 +11,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.destinations import ExportTo, destinations_of
 from lightning_obs.callbacks.export_at_end import ExportAtEnd

@@ -119,7 +119,7 @@ class TrainerSession:
 
         Returns:
             Whether parameters were written. False only in a fit in which data are missing (the session's
-            ``finalize`` notes this in ``observation.lacks_data``): then a warning replaces the error.
+            ``finalize`` notes this in ``observation.coverage.lacks_data``): then a warning replaces the error.
 
         Raises:
             CalibrationError: data are missing or not finite. Nothing was written then.
@@ -132,7 +132,8 @@ class TrainerSession:
         try:
             result = session.finalize()
         except CalibrationError as error:
-            if not (session.observation.is_fitting and session.observation.lacks_data):
+            observation = session.observation
+            if not (observation.is_fitting and observation.coverage.lacks_data):
                 raise
             warn(f"{session.label}: this validation has calibrated nothing, and the training goes on. {error}")
             return False

@@ -15,8 +15,8 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationStrate
 from compressed_tensors.quantization.utils import calculate_range
 from torch import nn
 
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.errors import name_list

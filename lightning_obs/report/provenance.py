@@ -8,8 +8,8 @@ import subprocess
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.report.next_steps import call_text
 
 #: packages on whose versions the numbers of a report depend

@@ -11,7 +11,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from lightning_obs.calibration.observation import CalibrationResult
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.choice.mixed_precision import MixedPlan
 from lightning_obs.errors import name_list, printable
 from lightning_obs.report.facts import POOR_SQNR, Report, facts

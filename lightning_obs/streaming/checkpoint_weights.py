@@ -15,9 +15,8 @@ from pathlib import Path
 
 from typing_extensions import Unpack
 
-from lightning_obs.calibration.finalize import result_of
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.result import CalibrationResult, result_of
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.tensors import Progress, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder

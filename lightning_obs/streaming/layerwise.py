@@ -20,10 +20,9 @@ import torch
 from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Blocks, find_blocks
-from lightning_obs.calibration.finalize import result_of
 from lightning_obs.calibration.fit_errors import warn_of_fit
-from lightning_obs.calibration.observation import ADDED, CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.result import ADDED, CalibrationResult, result_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.stepwise import StepwiseCalibration, require_steps_possible
 from lightning_obs.checkpoint.entries import stored_layout

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
-from lightning_obs.calibration.finalize import finalize, warn_of_borrowed_ranges
-from lightning_obs.calibration.observation import CalibrationResult, Observation
+from lightning_obs.calibration.finalize import finalize
+from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.result import CalibrationResult, warn_of_borrowed_ranges
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.module_qparams import clear_qparams
 

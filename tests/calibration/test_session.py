@@ -40,7 +40,7 @@ def test_the_result_says_what_was_done(mlp):
     with CalibrationSession(mlp, STATIC) as session:
         mlp(x)
     result = session.result
-    assert (result.scheme, result.modules, result.observers, result.skipped) == (STATIC, ["fc1", "fc2"], 4, [])
+    assert (result.scheme, result.modules, result.plan.observers, result.skipped) == (STATIC, ["fc1", "fc2"], 4, [])
     assert result.input_ranges["fc1"] == (x.min().item(), x.max().item())
     assert set(result.qparams) == {f"fc{i}.{base}_scale" for i in (1, 2) for base in ("weight", "input")}
     assert torch.equal(result.qparams["fc1.input_scale"], mlp.fc1.input_scale)

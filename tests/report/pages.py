@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult, PlanSummary
 from lightning_obs.numerics.histogram import support_of
 from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError
@@ -33,12 +33,12 @@ def made_up(count, **changes):
         "result": CalibrationResult(
             "INT8_STATIC",
             names,
-            2 * count,
             16,
             4 * count,
             15.9,
             {},
             chosen_input_ranges=dict.fromkeys(names, (-3.5, 3.4)),
+            plan=PlanSummary(observers=2 * count),
         ),
         "errors": sorted(errors, key=lambda error: error.sqnr),
         "metrics": {"perplexity": (14.80, 33.01)},

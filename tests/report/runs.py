@@ -1,7 +1,7 @@
 """A run of made-up numbers that lost too much."""
 
 from lightning_obs import CalibrationOptions
-from lightning_obs.calibration.observation import CalibrationResult
+from lightning_obs.calibration.result import CalibrationResult, PlanSummary
 from lightning_obs.report.facts import LayerFacts, Report
 from lightning_obs.report.layer_errors import LayerError
 from lightning_obs.report.metrics import TensorError
@@ -20,7 +20,7 @@ def run(scheme="INT8_STATIC", errors=None, **parts):
     names = [error.name for error in errors]
     facts = LayerFacts("int8", 8, 8, "", "", 4 << 20, 1 << 20, 0, [], None)
     known = {
-        "result": CalibrationResult(scheme, names, 2, 2, 2, 1.0, {}),
+        "result": CalibrationResult(scheme, names, 2, 2, 1.0, plan=PlanSummary(observers=2)),
         "options": CalibrationOptions(scheme, ignore=["lm_head"]),
         "layers": dict.fromkeys(names, facts),
         "metrics": {"perplexity": (14.80, 33.01)},

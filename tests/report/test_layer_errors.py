@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession
-from lightning_obs.calibration.observation import CalibrationResult, PlanSummary
+from lightning_obs.calibration.result import CalibrationResult, PlanSummary
 from lightning_obs.report.facts import Report
 from lightning_obs.report.layer_errors import LayerError, measure_layer_errors
 from lightning_obs.report.metrics import TensorError
@@ -83,7 +83,7 @@ def test_measuring_leaves_the_model_as_it_was(mlp):
 def test_layers_that_are_fused_are_named_together():
     sqnr = {"l.0.down_proj": 5, "l.1.up_proj": 9, "l.1.gate_proj": 30, "l.2.up_proj": 30}
     errors = [LayerError(name, output=TensorError(ratio)) for name, ratio in sqnr.items()]
-    result = CalibrationResult("INT8", list(sqnr), 0, plan=PlanSummary(fused=[["l.1.gate_proj", "l.1.up_proj"]]))
+    result = CalibrationResult("INT8", list(sqnr), plan=PlanSummary(fused=[["l.1.gate_proj", "l.1.up_proj"]]))
     assert Report("a run", result, errors).poor_layers == ["l.0.down_proj", "l.1.up_proj", "l.1.gate_proj"]
 
 

@@ -23,8 +23,8 @@ from lightning_obs.app.quality import Quality, QualityMeter
 from lightning_obs.app.run_report import gather_report, publish_report, quality_facts
 from lightning_obs.app.step_commands import StepCommands
 from lightning_obs.app.tasks.task import Task
-from lightning_obs.calibration.observation import CalibrationResult
 from lightning_obs.calibration.options import CalibrationOptions
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.callbacks.calibration import CalibrationCallback
 from lightning_obs.callbacks.session_callback import SessionCallback

@@ -17,7 +17,7 @@ from lightning_obs.app.from_config import check_data, make_data, make_options
 from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.app.typed_words import refuse_idle_ignore
-from lightning_obs.calibration.observation import CalibrationResult
+from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.files.read import naming
 from lightning_obs.files.tensors import Progress
