@@ -3,7 +3,8 @@
 On GitHub a page links to the repository's files (``../examples/03_own_module.py``). The site has them as pages of their
 own, so that it is whole wherever it lies. Notebooks become pages, with what their cells printed. Docstrings name other
 objects as Sphinx's roles do; here they become links into the reference, where it has the object. Where ``**options``
-stand, signatures show each option, and docstrings have what the class that declares it says of it.
+stand, signatures show each option, and docstrings have what the class that declares it says of it. The reference of
+observers follows from their registry.
 """
 
 import json
@@ -19,7 +20,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from lightning_obs import CalibrationOptions
+from lightning_obs import CalibrationOptions, observers
 
 #: a link that climbs: the dots, and the path behind them
 CLIMBING = re.compile(r"\]\(((?:\.\./)+)([^)#]+)\)")
@@ -30,6 +31,8 @@ REPOSITORY = "repository/"
 #: where they lie, and where the site has them
 NOTEBOOKS = "examples/notebooks/"
 PAGES_OF_NOTEBOOKS = "notebooks/"
+#: where a page has an entry for each observer
+OBSERVERS = "<!-- each class of the registry: docs/site_hooks.py -->"
 ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):<code>~?([\w.]+)</code>")
 
 
@@ -53,7 +56,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links out of docs/ lead to these."""
+    """Let links out of docs/ lead to these, and list the observers where the page asks for them."""
+    if OBSERVERS in markdown:
+        entries = [f"::: {path}\n    options: {{heading_level: 3}}" for path in observer_paths()]
+        markdown = markdown.replace(OBSERVERS, "\n\n".join(entries))
     uri = page.file.src_uri
     if uri.startswith(REPOSITORY):
         return markdown
@@ -66,6 +72,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"]({'../' * uri.count('/')}{shown}.md)"
 
     return CLIMBING.sub(shown_on_the_site, markdown)
+
+
+def observer_paths() -> list[str]:
+    """Where each built-in observer can be imported from, by name of the class; with the base classes for observers.
+
+    A class that ``lightning_obs.observers`` exports is shown under that name, any other under its file's.
+    """
+    registry = observers.Observer
+    classes = {registry.get_value_from_registry(name) for name in registry.registered_names()}
+    paths = {}
+    for observer_class in classes:
+        if observer_class.__module__.startswith("lightning_obs."):
+            paths[observer_class.__name__] = f"{observer_class.__module__}.{observer_class.__name__}"
+    for name in observers.__all__:
+        if name.endswith("Observer") and name != "Observer":
+            paths[name] = f"lightning_obs.observers.{name}"
+    return [paths[name] for name in sorted(paths)]
 
 
 def _page_of_notebook(path: Path) -> str:

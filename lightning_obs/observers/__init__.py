@@ -7,8 +7,14 @@ observers, and asks all observers for the quantization parameters.
 
 Start reading in ``observer.py``, the contract, and ``statistic.py``, the declaration of statistics. ``segments.py``
 observes the tokens of all experts of a layer in one call; ``search_options.py`` has the hyperparameters of a range
-search, which four families share. Importing this package registers the built-in observers.
+search, which four families share.
+
+Importing this package imports every file in it, and so registers the built-in observers: a new file needs no line here.
+The classes that other code imports by their names are listed below.
 """
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from lightning_obs.observers.counting import HistogramObserver, PercentileObserver
 from lightning_obs.observers.hessian import HessianObserver, LocalHessianObserver
@@ -24,6 +30,9 @@ from lightning_obs.observers.mse import MemorylessMSEObserver, MovingAverageMSEO
 from lightning_obs.observers.normal import NormalObserver
 from lightning_obs.observers.observer import Key, MinMaxTuple, Observer, QParamsDict, require_statistics
 from lightning_obs.observers.statistic import Statistic
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
 
 __all__ = [
     "HessianObserver",

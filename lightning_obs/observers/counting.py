@@ -60,7 +60,7 @@ class CountingObserver(Observer):
         CalibrationError: another strategy than tensor and attn_head; it would need too many histograms.
     """
 
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("counts", "sum"),
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
@@ -212,7 +212,7 @@ class HistogramObserver(PercentileObserver):
 
     # Declared again, because this class overrides combine: otherwise Statistics.__init_subclass__ takes the inherited
     # declarations for incomplete.
-    statistics = PercentileObserver.statistics
+    statistics: ClassVar[tuple[Statistic, ...]] = PercentileObserver.statistics
     keeps_extremes = True
     hyperparameters: ClassVar[Hyperparameters] = {
         "criterion": "mse",

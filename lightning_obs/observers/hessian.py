@@ -86,7 +86,7 @@ class LocalHessianObserver(ByInputsObserver):
         The local Hessian of NVIDIA's Model-Optimizer (2026).
     """
 
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         *ByInputsObserver.statistics,
         Statistic("input_hessian", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),
@@ -226,7 +226,7 @@ class HessianObserver(LocalHessianObserver):
     """
 
     # Declared again, because this class overrides measure_inputs: see Statistics.__init_subclass__.
-    statistics = LocalHessianObserver.statistics
+    statistics: ClassVar[tuple[Statistic, ...]] = LocalHessianObserver.statistics
     hyperparameters: ClassVar[Hyperparameters] = {"patience": 0, "sweeps": 4, "damping": 0.1}
     _inputs_by = ()  # measure_inputs depends on no field of `args`
 

@@ -58,7 +58,7 @@ class IMatrixMSEObserver(ByInputsObserver):
         llm-compressor's ``imatrix_mse``, except that there ``strict`` is off.
     """
 
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         *ByInputsObserver.statistics,
         Statistic("input_squares", "sum", of_inputs=True),
         Statistic("input_count", "sum", of_inputs=True),

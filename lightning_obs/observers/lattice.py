@@ -77,7 +77,11 @@ class LatticeObserver(MemorylessMSEObserver):
         The estimate of a Q4_0 grid from the weights of ggml-org/llama.cpp, pull request 24603.
     """
 
-    statistics = (*MemorylessMSEObserver.statistics, Statistic("steps"), Statistic("exact"))
+    statistics: ClassVar[tuple[Statistic, ...]] = (
+        *MemorylessMSEObserver.statistics,
+        Statistic("steps"),
+        Statistic("exact"),
+    )
     hyperparameters: ClassVar[Hyperparameters] = {"signed": True}
     steps: torch.Tensor
     exact: torch.Tensor

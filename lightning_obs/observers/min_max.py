@@ -14,7 +14,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from typing_extensions import override
 
 from lightning_obs.numerics.qparams import observed_range
-from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer, require
+from lightning_obs.observers.observer import Hyperparameters, Observer, require
 from lightning_obs.observers.statistic import Statistic
 
 
@@ -31,18 +31,18 @@ class MemorylessMinMaxObserver(Observer):
     """
 
     #: "keep": the newest tensor's range; a range that several ranks have is taken from the lowest of them
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "keep"),
         Statistic("max_vals", "keep"),
     )
     hyperparameters: ClassVar[Hyperparameters] = {"signed": False}
 
     @override
-    def measure(self, observed: torch.Tensor) -> MinMaxTuple:
+    def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The smallest and the largest value of a flattened tensor; the base class calls it for each tensor."""
         return observed_range(observed)
 
-    def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> MinMaxTuple:
+    def measure_segments(self, observed: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The ranges of several tensors whose observations are concatenated, ``(tensors, *Q)`` each.
 
         ``observe_segments`` calls it for the experts of a layer (:mod:`.segments`).
@@ -66,7 +66,7 @@ class StaticMinMaxObserver(MemorylessMinMaxObserver):
     """
 
     #: the least of all lows and the largest of all highs, over batches and ranks
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "min"),
         Statistic("max_vals", "max"),
     )
@@ -101,7 +101,7 @@ class MovingAverageObserver(Observer):
     """
 
     # Ranks see different tensors; their averages are reduced to the mean.
-    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
     hyperparameters: ClassVar[Hyperparameters] = {"averaging_constant": 0.01}
     averaging_constant: float
 
@@ -133,7 +133,7 @@ class MinMaxObserver(MovingAverageObserver, MemorylessMinMaxObserver):
         CalibrationError: ``averaging_constant`` outside (0, 1].
     """
 
-    statistics = (
+    statistics: ClassVar[tuple[Statistic, ...]] = (
         Statistic("min_vals", "mean"),
         Statistic("max_vals", "mean"),
     )

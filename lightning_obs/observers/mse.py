@@ -114,7 +114,7 @@ class MovingAverageMSEObserver(MovingAverageObserver, MemorylessMSEObserver):
             ``memoryless_mse``.
     """
 
-    statistics = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
+    statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("min_vals", "mean"), Statistic("max_vals", "mean"))
     hyperparameters: ClassVar[Hyperparameters] = {}
 
 

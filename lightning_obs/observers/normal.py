@@ -33,7 +33,7 @@ class NormalObserver(Observer):
         CalibrationError: ``k`` not above 0.
     """
 
-    statistics = tuple(Statistic(name, "sum") for name in Moments._fields)
+    statistics: ClassVar[tuple[Statistic, ...]] = tuple(Statistic(name, "sum") for name in Moments._fields)
     hyperparameters: ClassVar[Hyperparameters] = {"k": 2.0}
     k: float
 

@@ -1,18 +1,24 @@
-"""Statistics of one's own: an observer of 25 lines, and the statistic and the test of ranks that CONTRIBUTING shows."""
+"""What CONTRIBUTING shows: an observer with a hyperparameter, and a further statistic with its test of ranks."""
 
 from __future__ import annotations
 
 import inspect
+import pathlib
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationArgs
+from hypothesis import given
 from torch import nn
+from typing_extensions import override
 
-from lightning_obs import CalibrationSession, Observer, export_checkpoint, quantized
+from lightning_obs import CalibrationError, CalibrationSession, Observer, export_checkpoint, quantized
 from lightning_obs.observers import StaticMinMaxObserver, Statistic, require_statistics
+from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, require
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
+from tests.observers.contract import make, range_of, two_tensors
 from tests.support.markdown import page
 from tests.support.rank_processes import run_ranks
 
@@ -20,23 +26,36 @@ from tests.support.rank_processes import run_ranks
 class PowerMeanObserver(Observer):
     """``k`` times the mean of ``|x| ** power``, to the power of ``1 / power``, and no wider than the values.
 
-    A number between the mean magnitude (power 1) and the largest (a high power). Exact in any partition, up to
-    float64 addition.
+    Keyword Args:
+        power (float): 1 is the mean magnitude; the higher, the more the largest values count. Default: 4.
+        k (float): above 0. Default: 3.
+
+    Raises:
+        CalibrationError: ``k`` not above 0.
     """
 
-    hyperparameters = {"power": 4.0, "k": 3.0}  # noqa: RUF012
+    hyperparameters: ClassVar[Hyperparameters] = {"power": 4.0, "k": 3.0}  # each becomes an attribute
+    power: float
+    k: float
     statistics = (
         Statistic("number", "sum"),
         Statistic("powers", "sum"),
         Statistic("largest", "max"),
     )
 
-    def measure(self, observed):
-        magnitude = observed.abs().double()
-        powers = magnitude.pow(self.power).sum((0, -1))
-        return torch.full_like(powers, observed.shape[0] * observed.shape[-1]), powers, observed.abs().amax((0, -1))
+    def __init__(self, base_name: str, args: QuantizationArgs, **observer_kwargs: Any) -> None:
+        super().__init__(base_name, args, **observer_kwargs)
+        require(self, "k", self.k > 0, "a value above 0")
 
-    def get_min_max(self):
+    @override
+    def measure(self, observed: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        magnitudes = observed.abs()
+        powers = magnitudes.double().pow(self.power).sum((0, -1))
+        number = torch.full_like(powers, observed.shape[0] * observed.shape[-1])
+        return number, powers, magnitudes.amax((0, -1))
+
+    @override
+    def get_min_max(self) -> MinMaxTuple:
         require_statistics(self)
         mean = (self.powers / self.number).pow(1 / self.power)
         reach = torch.minimum((self.k * mean).to(self.largest.dtype), self.largest)
@@ -53,8 +72,17 @@ def registered(own_registry):
     register()
 
 
-def test_the_class_is_short():
-    assert len(inspect.getsource(PowerMeanObserver).splitlines()) <= 25
+def test_a_bad_hyperparameter_is_refused_before_any_data():
+    with pytest.raises(CalibrationError, match=r"k. Got 0, expected a value above 0"):
+        PowerMeanObserver("input", QuantizationArgs(), k=0)
+
+
+@given(two_tensors())
+def test_the_range_reaches_at_most_to_the_largest_magnitude(pair):
+    low, high, rounding = range_of(make("power_mean", k=2.0), *pair)
+    largest = max(value.abs().max().item() for value in pair)
+    assert 0 <= high <= largest + rounding
+    assert low == -high
 
 
 def test_a_model_calibrated_with_it_is_exported_and_loaded_with_the_same_logits(tiny_llama, batches, tmp_path):
@@ -128,8 +156,10 @@ def test_the_zeros_of_all_ranks_are_added_up():
 
 def test_contributing_shows_these_lines():
     text = page("CONTRIBUTING.md")
-    for shown in (ZerosObserver, zeros_of_all_ranks, test_the_zeros_of_all_ranks_are_added_up):
+    for shown in (PowerMeanObserver, ZerosObserver, zeros_of_all_ranks, test_the_zeros_of_all_ranks_are_added_up):
         assert inspect.getsource(shown) in text
+    shown_test = pathlib.Path(__file__).read_text().split("@given(two_tensors())\n")[1].split("\n\n\n")[0]
+    assert shown_test in text
 
 
 def test_batches_are_added_up_and_the_ends_of_all_values_are_still_kept():

@@ -19,7 +19,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_obs import observers
 from lightning_obs.observers import Observer
 from tests.observers.contract import BUILT_IN_NAMES, NAMES, OF_INPUTS, tensors
 from tests.support.markdown import ROOT
@@ -42,7 +41,7 @@ def make(name: str, base_name: str = "input", args: QuantizationArgs = FORMATS["
 
 
 @pytest.mark.parametrize("name", BUILT_IN_NAMES)
-def test_it_has_a_config_and_its_class_is_in_the_reference(name):
+def test_it_has_a_config(name):
     observer_class = Observer.get_value_from_registry(name)
     defaults = observer_class.hyperparameters or {}
     kind, scheme = ("weight_observer", "w4a16") if name in OF_INPUTS else ("observer", "int8_static")
@@ -57,9 +56,6 @@ def test_it_has_a_config_and_its_class_is_in_the_reference(name):
         (ROOT / "configs" / folder / f"{name}.yaml").is_file() for folder in ("observer", "weight_observer")
     )
     assert has_config, "\n".join([f"write configs/{kind}/{name}.yaml:", *lines])
-    # docs/reference/observers.md shows the classes of this name that the package exports.
-    assert observer_class.__name__.endswith("Observer")
-    assert observer_class.__name__ in observers.__all__
 
 
 # ---------------------------------------------------------------------- scale
