@@ -25,9 +25,11 @@ from torch import nn
 
 from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.observers import Observer
+from lightning_obs.streaming import worker_processes
 from tests.compatibility import write_result
 from tests.support.compilation import compile_in_turn
 from tests.support.onnx_exports import cheap_exports
+from tests.support.rank_processes import warm_context
 from tests.support.versions import is_said_to_be_too_old
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -73,14 +75,26 @@ def pytest_itemcollected(item):
 def pytest_collection_modifyitems(items):
     """Slow tests first in the share that each worker begins with, so that none is left alone with them at the end.
 
-    Shares are equal parts of the list (xdist's worksteal); files of slow tests are dealt to them in turn.
+    Shares are equal parts of the list (xdist's worksteal); files of slow tests go to the shortest. Tests of ranks
+    are in the first: the process that ranks are forks of takes 7 s of CPU for its imports, once in each worker.
     """
+    items.sort(key=lambda item: not starts_processes(item))
     slow = [list(tests) for _, tests in groupby((i for i in items if i.get_closest_marker("slow")), lambda i: i.path)]
     fast = iter([item for item in items if not item.get_closest_marker("slow")])
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    shares = [[item for tests in slow[worker::workers] for item in tests] for worker in range(workers)]
+    shares = [[] for _ in range(workers)]
+    for tests in slow:
+        share = shares[0] if starts_processes(tests[0]) else min(shares, key=len)
+        share.extend(tests)
     size = len(items) // workers
     items[:] = [item for share in shares for item in (*share, *islice(fast, max(0, size - len(share))))] + list(fast)
+
+
+def starts_processes(item):
+    """Whether a test, or another one of its module, takes processes from tests/support/rank_processes.py."""
+    module = getattr(item, "module", None)
+    takes = ("run_ranks", "run_apart", "run_command_line_on_ranks", "warm_context")
+    return any(hasattr(module, name) for name in takes) or "warm_workers" in getattr(item, "fixturenames", ())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -156,6 +170,15 @@ def own_registry():
     for table, before in zip(tables, saved, strict=True):
         table.clear()
         table.update(before)
+
+
+@pytest.fixture
+def warm_workers(monkeypatch):
+    """Workers of ``quantize_checkpoint`` are forks of a process that has imported torch.
+
+    tests/app/test_weights.py starts them as users do.
+    """
+    monkeypatch.setattr(worker_processes, "get_context", lambda method: warm_context())
 
 
 class MLP(nn.Module):

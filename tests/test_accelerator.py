@@ -13,8 +13,9 @@ FILES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "accele
 
 
 @pytest.mark.slow
-def test_on_the_pretend_device():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES]
+@pytest.mark.parametrize("marked", ["not nightly", pytest.param("nightly", marks=pytest.mark.nightly)])
+def test_on_the_pretend_device(marked):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", marked, *FILES]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST")} | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

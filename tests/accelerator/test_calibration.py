@@ -67,8 +67,17 @@ def on_the_device(name):
     return watched(CALIBRATIONS[name])
 
 
+#: a batch asks for what another row's batch does, or the observer is in test_observers.py
+AT_NIGHT = {
+    "FP8, kv cache", "FP8 in small blocks, mse", "entropy", "percentile", "normal_observer", "token mask, histogram",
+    "W4A16 mse", "NVFP4 expanded", "experts, all tokens", "experts, FP8, all tokens", "experts, token mask",
+}  # fmt: skip
+
+
 @pytest.mark.filterwarnings("ignore:.*needs no data")
-@pytest.mark.parametrize("name", CALIBRATIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in AT_NIGHT)) for name in CALIBRATIONS]
+)
 def test_a_calibration_has_the_cpus_bits_within_its_budget(name):
     path = CALIBRATIONS[name]
     expected, logits = in_memory(name)
@@ -92,7 +101,14 @@ def test_the_host_does_not_read_more_of_more_modules(name):
     assert of_one_layer["finalize"].reads.total() == of_two_layers["finalize"].reads.total()
 
 
-@pytest.mark.parametrize("name", ["experts, FP8", "experts, FP8, minmax, token mask", "experts, FP8, all tokens"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "experts, FP8",
+        "experts, FP8, minmax, token mask",
+        pytest.param("experts, FP8, all tokens", marks=pytest.mark.nightly),
+    ],
+)
 def test_neither_launches_of_observers_nor_uploads_grow_with_the_number_of_experts(name):
     def asked(counted):
         counts = counted["batch"]

@@ -113,6 +113,7 @@ def test_an_observer_of_inputs_leaves_the_states_alone(tiny_llama, batches):
 # ---------------------------------------------------------------------- nothing is changed, nothing is left
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_calibrating_twice_changes_no_output_and_leaves_nothing(case, tiny_llama, batches):
     model = tiny_llama()

@@ -88,6 +88,7 @@ def on_ranks(rank, ranks, folder, sharded):
     return session.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_ranks_of_fabric_have_the_qparams_of_one_device(tmp_path, sharded):
     model = Net()

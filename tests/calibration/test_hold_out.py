@@ -82,6 +82,7 @@ def test_a_fit_to_many_tokens_gains_on_others_and_the_run_says_by_how_much():
     assert f"{100 * fit_changes(session.result.fit_errors)[1]:+.1f} % on others" in session.result.line(", ")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("number", "options"),

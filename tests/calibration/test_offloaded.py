@@ -134,6 +134,7 @@ def test_an_offloaded_model_gives_what_it_gives_in_memory(way, scheme, source, e
     assert where(model) == before
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_saved_calibration_is_taken_up_by_an_offloaded_model(way, source, tmp_path):
     state = calibrated(in_memory(source, tmp_path)).state_dict()
@@ -146,6 +147,7 @@ def test_a_saved_calibration_is_taken_up_by_an_offloaded_model(way, source, tmp_
     export_checkpoint(model, tmp_path / "out")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("has_run", [False, True])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_tied_weights_are_recognized_wherever_they_rest(way, has_run, source, tmp_path):
@@ -213,6 +215,7 @@ def test_generating_keeps_no_weights_of_an_offloaded_model(source, tmp_path):
         assert projection.quantized_forward.weight_cache is None
 
 
+@pytest.mark.slow_but_first
 @converted_weights
 @pytest.mark.parametrize("way", [on_disk, compressed_tensors_cpu], ids=lambda way: way.__name__)
 def test_experts_are_linearized_and_then_offloaded(way, tmp_path):

@@ -81,6 +81,7 @@ def on_parts(rank, ranks):
     return found
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_observed_range_is_of_the_data_of_all_ranks(ranks):
     seen = torch.cat([data()[rank::ranks] for rank in range(min(ranks, 3))])

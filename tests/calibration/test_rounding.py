@@ -51,6 +51,7 @@ def calibrated(model: nn.Module, scheme, **options) -> CalibrationSession:
     return session
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_quantized_checkpoint_and_resumed_run_have_the_rounded_numbers(scheme, tmp_path):
     model, inputs = net(), data()

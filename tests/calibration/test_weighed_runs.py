@@ -262,6 +262,7 @@ def test_samples_of_a_classifier_have_signs_of_their_own():
     assert float(sums(model, [{"x": x}]).sum()) == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("size", [1, 5])
 def test_the_sums_of_padded_text_do_not_depend_on_the_batches(size, side, tiny_llama):

@@ -30,6 +30,7 @@ def quantized_outputs(module, x):
         return module(x)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("make", [CalibrationCallback, QuantizationAwareTraining])
 def test_a_callback_writes_programs_for_one_sample_or_any_number(make, tmp_path):
     module, callback = Plain(), make("INT8_STATIC")

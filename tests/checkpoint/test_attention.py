@@ -12,6 +12,7 @@ from lightning_obs.errors import CalibrationWarning
 from tests.support.attention_models import CASES, HEADS, KV_HEADS, NAMES, attention, calibrate, logits, traces
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.nightly), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_transformers_loads_it_with_the_same_logits(case, dtype, tiny_llama, batches, tmp_path):

@@ -68,8 +68,7 @@ def on_exporting(rank, ranks, schemes, dtype, folder):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float32), (3, torch.bfloat16)])
 def test_weights_that_ranks_share_are_stored_as_one_device_stores_them(ranks, dtype, tmp_path):
     schemes = [*SCHEMES, "W4A16_ASYM"]
     run_ranks(on_exporting, ranks, ranks, schemes, dtype, tmp_path)
@@ -120,6 +119,7 @@ def test_what_fails_on_one_rank_is_raised_on_all_and_nothing_is_written(what, me
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "INT8_STATIC_ASYM"])
 def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_whole(scheme, tmp_path, monkeypatch):
     model, written = calibrated(Layers().bfloat16(), scheme, torch.bfloat16), []
@@ -130,6 +130,7 @@ def test_a_weight_that_is_compressed_in_blocks_of_rows_gives_the_file_of_the_who
     assert written[0] == written[1] == written[2]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("scheme", [*SCHEMES, "W4A16_ASYM", "INT8_STATIC_ASYM"])
 def test_a_weight_is_stored_as_compressed_tensors_stores_it(scheme, dtype):

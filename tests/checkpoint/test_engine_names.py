@@ -33,6 +33,7 @@ def is_named(name, patterns):
     return any(re.match(p[3:], name) if p.startswith("re:") else p == name for p in patterns)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("linear", "loaded"),
     [

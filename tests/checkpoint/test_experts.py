@@ -48,6 +48,7 @@ def logits(model, tokens):
         return model(tokens, use_cache=False).logits
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "engine", "dtype"),
     [
@@ -66,12 +67,14 @@ def test_transformers_loads_weight_only_experts_with_the_same_logits(kind, engin
     assert_reloads(model, tmp_path, engine, tokens)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", FAMILY)
 def test_transformers_loads_the_experts_of_related_architectures(kind, tokens, tmp_path):
     model = calibrated(tmp_path, kind, W4A16_32, "transformers", torch.float32)
     assert_reloads(model, tmp_path, "transformers", tokens)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", [W4A16_32, "FP8_DYNAMIC", "INT8_STATIC"])
 def test_transformers_loads_llama_4_with_a_linear_per_expert_and_its_quantized_inputs(scheme, tokens, tmp_path):
     model = calibrated(tmp_path, "llama4_text", scheme, "transformers", torch.float32)
@@ -97,6 +100,7 @@ def test_llama_4_may_keep_experts_in_full_precision_only_as_a_linear_each(scheme
         assert torch.equal(logits(loaded, tokens), logits(model, tokens))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
 def test_transformers_loads_fp8_weights_with_the_same_logits(kind, engine, tokens, tmp_path):
@@ -104,6 +108,7 @@ def test_transformers_loads_fp8_weights_with_the_same_logits(kind, engine, token
     assert_reloads(calibrated(tmp_path, kind, scheme, engine), tmp_path, engine, tokens)
 
 
+@pytest.mark.slow_but_first
 @dequantizes_activations_too
 @pytest.mark.parametrize("scheme", ["FP8", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral"])
@@ -130,6 +135,7 @@ def test_transformers_loads_experts_in_full_precision_beside_8_bit_floats(linear
     assert_reloads(model, tmp_path, "transformers", tokens)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("engine", ["transformers", "dequantize"])
 @pytest.mark.parametrize("scheme", [name for name in ("MXFP4A16", "MXFP6A16") if name in preset_names()])
 def test_transformers_loads_microscaling_experts_with_the_same_logits(scheme, engine, tokens, tmp_path):

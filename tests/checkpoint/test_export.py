@@ -71,6 +71,7 @@ def test_transformers_loads_it_with_the_same_logits(scheme, dtype, engine, tiny_
         assert torch.equal(reloaded(**batches[0]).logits, expected)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_negative_scales_come_back_with_the_same_logits(bits, dtype, tiny_llama, batches, tmp_path):

@@ -173,6 +173,7 @@ def test_a_disk_without_room_is_named_before_anything_is_written(model, tmp_path
     assert not names(tmp_path)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "Input/output error")], ids=str)
 @pytest.mark.parametrize("at", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True])

@@ -55,6 +55,7 @@ PLAIN = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, d) for name in PLAIN for d in (torch.float32, torch.bfloat16) if (name, d) != ("nvfp4", torch.float32)],
@@ -149,6 +150,7 @@ STORED_BYTES = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", OTHERS)
 @pytest.mark.parametrize("scheme", STORED_BYTES)
 def test_every_module_with_a_weight_matrix_is_stored_small_and_loaded_with_the_same_outputs(kind, scheme, tmp_path):

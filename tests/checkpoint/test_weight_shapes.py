@@ -25,9 +25,12 @@ class Layers(nn.Module):
         return torch.cat([layer(x) for layer, x in zip(self.layers, inputs, strict=True)], dim=1)
 
 
-@pytest.mark.parametrize("rounding", [None, "gptq"])
-@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize(
+    ("strategy", "symmetric", "rounding"),
+    [("channel", True, "gptq"), ("channel", False, None), ("tensor", True, None), ("tensor", False, "gptq")],
+    ids=["channel, rounded", "channel, asymmetric", "tensor", "tensor, asymmetric, rounded"],
+)
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_every_shape_is_written_and_loaded(bits, strategy, symmetric, rounding, tmp_path):
     scheme = {"weights": {"num_bits": bits, "strategy": strategy, "symmetric": symmetric}}

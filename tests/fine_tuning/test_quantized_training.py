@@ -72,6 +72,7 @@ def test_almost_every_weight_of_a_model_gets_a_gradient(scheme):
     assert all((parameter.grad != 0).double().mean() > 0.95 for parameter in model.parameters())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["W8A8", "NVFP4"])
 def test_training_reaches_at_most_half_the_loss_of_compressed_tensors_own_wrapper(scheme):
     x = torch.randn(64, 1, 128)

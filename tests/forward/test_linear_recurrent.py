@@ -243,9 +243,12 @@ def test_a_checkpoint_holds_integers_and_loads_into_the_layer_as_it_was(kind, tm
     assert isinstance(loaded.rnn, LinearRecurrent)
 
 
+@pytest.mark.slow_but_first
 @EXPORTS
-@KINDS
-@pytest.mark.parametrize("scheme", ["INT8_ONNX", {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}}])
+@pytest.mark.parametrize(
+    ("kind", "scheme"),
+    [(nn.LSTM, "INT8_ONNX"), (nn.GRU, {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 8}})],
+)
 def test_an_onnx_file_holds_the_integers_and_answers_as_quantized(kind, scheme, tmp_path):
     model, x = calibrated(kind, scheme)
     shapes = ({0: torch.export.Dim.DYNAMIC},)
@@ -285,6 +288,7 @@ class Series(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.slow
 @EXPORTS
 def test_a_callback_calibrates_measures_layers_and_writes_files(tmp_path):
     module = Series()

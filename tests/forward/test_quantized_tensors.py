@@ -96,6 +96,7 @@ ACTIVATIONS = {
 MARKS = {"NVFP4": pytest.mark.slow, "tensor int8": pytest.mark.nightly, "head fp8": pytest.mark.nightly}
 
 
+@pytest.mark.slow_but_first
 @quiet
 @pytest.mark.parametrize(
     ("args", "base_name", "learn"),

@@ -108,6 +108,7 @@ def test_the_checkpoint_holds_the_rounded_bias(tmp_path):
         assert torch.equal(loaded(x), expected)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", list(INPUTS))
 def test_files_hold_the_rounded_bias_as_a_constant(kind, tmp_path):
     model = calibrated(kind)

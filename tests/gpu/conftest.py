@@ -1,12 +1,26 @@
 """Each test runs on the CPU, which proves that it can run at all, and where there is a CUDA device also on that.
 
 python -m pytest tests/gpu -m gpu
+
+On the CPU one case of a test proves it; the others run every night.
 """
 
 import pytest
 import torch
 
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+#: fixtures of this file, whose values say where a test runs
+PLACES = {"device", "two_devices", "ranks"}
+
+
+def pytest_itemcollected(item):
+    """Called for each test of this folder. Comparing the CPU with itself says no more in a second case."""
+    indices = getattr(item, "callspec", None) and item.callspec.indices
+    is_first = not any(index for name, index in (indices or {}).items() if name not in PLACES)
+    if not item.get_closest_marker("gpu") and not is_first:
+        item.add_marker("nightly")
 
 
 def on_cuda(value, devices: int = 1):

@@ -59,6 +59,7 @@ def difference_after_loading(model: nn.Module, inputs, folder, scheme, engines="
         return (loaded(**inputs).logits - expected).abs().max().item()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", MERGED_IN_FILES)
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", W4], ids=["int8", "int4"])
 def test_weights_that_are_one_in_files_are_loaded_with_their_scales(kind, scheme, tmp_path):

@@ -107,6 +107,7 @@ def remains(model):
     }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("way", WAYS)
 def test_nothing_but_scales_is_on_a_copy(way, place):

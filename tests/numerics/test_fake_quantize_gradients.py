@@ -205,6 +205,7 @@ def test_the_gradient_of_the_scale_of_numbers_that_stay_is_that_of_a_product(arg
     torch.testing.assert_close(log_factor.grad.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("factor", [0.2, 5.0], ids=["too small", "too large"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_learned_scale_finds_from_a_bad_range_to_a_smaller_error_than_absmax(layout, factor):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -18,6 +16,8 @@ from lightning_obs.numerics.kernels import launch
 from lightning_obs.numerics.moments import channel_squares
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
+from tests.numerics.apart import schemes_that_import_numba
+from tests.support.rank_processes import run_apart
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -111,24 +111,9 @@ def test_counts_of_a_large_tensor_are_the_sum_over_its_parts():
     same(launch.count_values(x), sum(launch.count_values(part) for part in x.split(70_001)))
 
 
-WITHOUT_NUMBA = """
-import sys
-import threading
-import torch
-from torch import nn
-from lightning_obs import CalibrationSession
-
-for scheme in sys.argv[1:]:
-    with CalibrationSession(nn.Linear(128, 64), scheme, targets=["Linear"], engines="unchecked"):
-        pass
-    print(scheme, "numba" in sys.modules)
-"""
-
-
 def test_float32_weights_in_training_are_observed_without_the_memory_of_numba():
-    without = ["W4A16", "W8A8", "FP8_BLOCK"]
-    done = subprocess.run([sys.executable, "-c", WITHOUT_NUMBA, *without, "NVFP4A16"], capture_output=True, text=True)
-    assert done.stdout.splitlines() == [*(f"{scheme} False" for scheme in without), "NVFP4A16 True"], done.stderr
+    found = run_apart(schemes_that_import_numba, ["W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16"])
+    assert found == {"W4A16": False, "W8A8": False, "FP8_BLOCK": False, "NVFP4A16": True}
 
 
 def test_a_loop_is_compiled_by_one_thread_for_each_format(monkeypatch):

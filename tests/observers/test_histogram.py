@@ -20,6 +20,7 @@ from tests.observers.histograms import HEADS, WAYS, every_format, every_way, mak
 # ---------------------------------------------------------------------- exact in any partition
 
 
+@pytest.mark.slow_but_first
 @every_way
 @every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

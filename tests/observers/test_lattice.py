@@ -121,7 +121,7 @@ def test_a_calibration_says_how_many_weights_lie_on_a_grid():
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_weights_on_a_grid_is_quantized_without_a_difference(tmp_path, workers):
+def test_a_checkpoint_of_weights_on_a_grid_is_quantized_without_a_difference(tmp_path, workers, warm_workers):
     folder = tiny_llama_of(tmp_path / "llama")
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = []

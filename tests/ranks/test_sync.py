@@ -32,6 +32,7 @@ def on_parts(rank, cuts, dtypes, names):
     return {key: (statistics(o), dict(o.get_qparams())) for key, o in observers.items()}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "cuts", [[0] * 6, [0, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 1, 2, 1, 1, 2], [3, 0, 3, 1, 1, 3]]
 )

@@ -28,6 +28,7 @@ def on_bad_data(rank, name, bad):
     return error_of(sync_statistics, observers, Collectives.of_group())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["static_minmax", "histogram", "minmax", "normal_observer", "memoryless_minmax"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_or_infinity_on_one_rank_is_raised_on_all_naming_module_and_rank(name, bad):

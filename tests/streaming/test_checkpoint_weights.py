@@ -23,7 +23,7 @@ from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.streaming import worker_processes
 from tests.calibration import failing_observer  # noqa: F401  (registers it)
 from tests.support.moe_models import W4A16_32, tiny_moe
-from tests.support.rank_processes import run_ranks, warm_context
+from tests.support.rank_processes import run_ranks
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.versions import converted_weights
 
@@ -72,8 +72,10 @@ def quantization(folder):
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("scheme", DATA_FREE)
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize(
+    ("scheme", "tied"), [*((scheme, False) for scheme in DATA_FREE), *((scheme, True) for scheme in [*DATA_FREE][:1])]
+)
 def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
     source, name = tiny_llama(tmp_path / "llama", tied), scheme.partition(" ")[0]
     options = {"ignore": IGNORE, "observers": DATA_FREE[scheme], "engines": "unchecked"}
@@ -84,6 +86,7 @@ def test_tensors_are_those_of_an_export_from_memory(scheme, tied, tmp_path):
     assert quantization(tmp_path / "files") == quantization(expected)
 
 
+@pytest.mark.slow_but_first
 @converted_weights
 @pytest.mark.parametrize("own_names", [False, True], ids=["hub names", "3-D experts"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "granitemoe", "llama4_text", "nemotron_h"])
@@ -312,12 +315,6 @@ def with_unknown(folder):
     further = {f"mtp.{number}.weight": torch.full((4096,), float(number)) for number in range(12)}
     save_file({**load_file(path), **further}, path, metadata={"format": "pt"})
     return folder
-
-
-@pytest.fixture
-def warm_workers(monkeypatch):
-    """Workers are forks of a process that has imported torch; tests/app/test_weights.py starts them as users do."""
-    monkeypatch.setattr(worker_processes, "get_context", lambda method: warm_context())
 
 
 @pytest.mark.slow

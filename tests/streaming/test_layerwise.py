@@ -94,6 +94,7 @@ def test_the_files_are_those_of_an_export_from_memory(scheme, options, tmp_path)
     assert logits[0].equal(logits[1])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", [GPTQ, ON_QUANTIZED_INPUTS], ids=["gptq", "gptq on quantized inputs"])
 def test_the_fit_of_weights_is_judged_as_in_memory(options, tmp_path):
     source, options = tiny_llama(tmp_path / "llama"), {"ignore": IGNORE, **options}
@@ -108,20 +109,21 @@ def test_the_fit_of_weights_is_judged_as_in_memory(options, tmp_path):
     assert result.facts()["fit"] == in_one.facts()["fit"]
 
 
+@pytest.mark.slow_but_first
 @converted_weights
 @pytest.mark.parametrize(
-    ("scheme", "options"),
+    ("kind", "scheme", "options"),
     [
-        ("FP8", {"on_missing": "siblings"}),
-        (W4A16_32, {**GPTQ, "on_missing": "siblings"}),
-        ("INT8_STATIC", {"calibrate_all_experts": True}),
+        ("mixtral", "FP8", {"on_missing": "siblings"}),
+        ("mixtral", W4A16_32, {**GPTQ, "on_missing": "siblings"}),
+        ("qwen3_moe", W4A16_32, {**GPTQ, "on_missing": "siblings"}),
+        ("qwen3_moe", "INT8_STATIC", {"calibrate_all_experts": True}),
+        ("llama4_text", "FP8", {"on_missing": "siblings"}),
+        ("llama4_text", W4A16_32, {**GPTQ, "on_missing": "siblings"}),
     ],
-    ids=["FP8", "gptq", "all experts"],
+    ids=["mixtral FP8", "mixtral gptq", "qwen3 gptq", "qwen3 all experts", "llama4 FP8", "llama4 gptq"],
 )
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "llama4_text"])
 def test_experts_are_those_of_an_export_from_memory(kind, scheme, options, tmp_path):
-    if kind == "llama4_text" and "calibrate_all_experts" in options:
-        pytest.skip("its experts read tokens that are multiplied by the router's weight")
     tiny_moe(kind, torch.bfloat16).save_pretrained(tmp_path / "moe")
     ignore = [*IGNORE, "re:.*router"] if kind == "llama4_text" else IGNORE
     options = {"engines": "unchecked", **options, "ignore": ignore}
@@ -172,6 +174,7 @@ def whisper(folder):
     t.WhisperForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore:these buffers were cast")  # Gemma's scale of embeddings is made in bfloat16
 @pytest.mark.filterwarnings("ignore:.*bytes of")
 @pytest.mark.parametrize("make", [gemma, vision_language, falcon_h1, whisper])
@@ -346,6 +349,7 @@ def test_a_folder_that_is_quantized_already_is_refused(tmp_path):
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.slow
 def test_two_processes_do_not_write_one_checkpoint(tmp_path):
     source = tiny_llama(tmp_path / "llama")
 

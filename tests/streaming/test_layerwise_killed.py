@@ -75,6 +75,7 @@ def test_a_run_that_is_killed_anywhere_goes_on_to_the_same_files(inputs, tmp_pat
     killed_and_gone_on_with(tmp_path, [random.random() for _ in range(20)], inputs)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("scheme", "options"),
     [("FP8", STATIC), ("W4A16", {"ignore": IGNORE, **ON_QUANTIZED_INPUTS})],
@@ -107,6 +108,7 @@ def stopped_in_the_second_block(source, out, scheme="FP8", options=STATIC):
         calibrate_layerwise(source, make_batches(), scheme, out, **options, runs=BlockRuns(progress=stop))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("batches", "scheme", "options", "runs", "text"),
     [

@@ -107,6 +107,51 @@ def warm_context() -> Any:
     return context
 
 
+def run_apart(function: Callable[..., Any], *args: Any, timeout: float = 120) -> Any:
+    """Call ``function(*args)`` in a new process of :func:`warm_context`, and return its result.
+
+    For what a process does once, such as importing a package.
+
+    Args:
+        function: at the top level of an importable module, which imports only what the new process may import.
+        *args: pickled, as the result is.
+        timeout: in seconds.
+
+    Raises:
+        RuntimeError: it raised (with the traceback), died, or did not end in time.
+    """
+    context = warm_context()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, function, args))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(timeout):
+            raise RuntimeError("did not end in time")
+        is_done, result = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        is_done, result = False, "died"
+    finally:
+        process.kill()
+        process.join()
+        ours.close()
+    if not is_done:
+        raise RuntimeError(result)
+    return result
+
+
+def _answer(pipe: connection.Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    compile_in_turn()
+    try:
+        result = True, function(*args)
+    except BaseException:
+        result = False, traceback.format_exc()
+    pipe.send_bytes(pickle.dumps(result))
+
+
 def _start(ranks: int) -> None:
     if not all(process.is_alive() for process, _ in _ranks):
         stop_ranks()

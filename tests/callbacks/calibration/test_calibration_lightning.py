@@ -71,6 +71,7 @@ def test_15862_7926_a_forward_with_several_inputs_and_keywords_is_calibrated(kin
     assert calibration.result.input_ranges["net.shared"] == (both.min().item(), both.max().item())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("after_training", [True, False])
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_11047_pruned_weights_are_calibrated_and_exported_as_zeros(order, after_training, tmp_path):

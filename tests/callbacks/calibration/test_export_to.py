@@ -43,6 +43,7 @@ def run_onnx(file, x):
     return torch.from_numpy(outputs)
 
 
+@pytest.mark.slow_but_first
 @CALLBACKS
 def test_a_fit_ends_with_a_checkpoint_an_onnx_file_and_a_program_of_the_same_model(kind, tmp_path):
     module = Plain()
@@ -59,6 +60,7 @@ def test_a_fit_ends_with_a_checkpoint_an_onnx_file_and_a_program_of_the_same_mod
     torch.testing.assert_close(program(x), expected, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_each_path_may_have_the_options_of_its_writer(tmp_path):
     module = Plain()
     example = torch.randn(3, 8)
@@ -184,6 +186,7 @@ def test_a_scheme_that_a_file_cannot_hold(run, scheme, name, message, tmp_path):
     assert names_in(tmp_path) == []
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["m.onnx", "m.pt2"])
 def test_the_remedy_of_a_scheme_that_a_file_cannot_hold_works(name, tmp_path):
     error = refused_before_data(CalibrationCallback("W8A8", export_to=tmp_path / name), Untouched(), "cannot hold")
@@ -278,6 +281,7 @@ class InParts(Plain):
         self.log("val_loss", self.net(batch[0]).pow(2).mean())
 
 
+@pytest.mark.slow_but_first
 @CALLBACKS
 def test_a_module_without_an_example_is_refused_by_the_sanity_check(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(InParts, "trained", 0)
@@ -317,6 +321,7 @@ class Images(L.LightningModule):
         self.model(batch[0])
 
 
+@pytest.mark.slow
 def test_engines_for_checkpoints_are_asked_only_where_a_checkpoint_is_written(tmp_path):
     images = DataLoader(TensorDataset(torch.randn(4, 3, 8, 8)), batch_size=2)
     for options in ({"export_to": [tmp_path / "m.onnx", tmp_path / "out"]}, {"engines": "transformers"}):

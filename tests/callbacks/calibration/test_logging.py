@@ -43,6 +43,7 @@ def test_the_csv_logger_has_the_numbers_and_the_table(tmp_path):
     assert {row["input_observer"] for row in rows} == {"histogram"}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("scheme", "observed_steps"), [("FP8_DYNAMIC", 0), ("INT8_STATIC", 1)])
 def test_the_seconds_of_fine_tuning_are_of_the_calibration_alone(scheme, observed_steps, tmp_path):
     class Slow(Plain):

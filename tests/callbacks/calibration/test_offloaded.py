@@ -114,6 +114,7 @@ def test_a_validation_of_an_offloaded_model_gives_what_it_gives_in_memory(kind, 
     assert any(map(is_offloaded, module.model.modules()))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_a_run_that_ends_with_an_error_leaves_the_model_offloaded_and_nothing_behind(way, source, tmp_path):
     class Failing(Language):

@@ -70,6 +70,7 @@ if importlib.util.find_spec("onnxscript") is not None:
     RUNS["export_onnx"] = lambda callback, folder: export_onnx(callback.session.model, folder / "m.onnx", BATCHES[0])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_run_after_a_fit_leaves_the_model_as_it_was_and_the_export_goes_through(run, fitted, tmp_path):
     module, callback = fitted

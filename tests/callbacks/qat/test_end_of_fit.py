@@ -27,6 +27,7 @@ def stopped(callback, module=None, **options):
     return module, run
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
 def test_a_fit_that_ends_inside_an_epoch_exports_what_it_trained(options, tmp_path):
     callback = QuantizationAwareTraining(**options)
@@ -71,6 +72,7 @@ def test_a_fit_that_ends_before_it_knows_its_activations_is_refused_until_it_is_
     assert torch.equal(outputs(loaded), trained)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", SCHEMES.values(), ids=SCHEMES)
 def test_a_checkpoint_that_is_saved_after_fit_resumes_as_if_it_had_not_stopped(options, tmp_path):
     whole, parts = Regression(), Regression()

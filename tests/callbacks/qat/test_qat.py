@@ -29,8 +29,19 @@ from tests.support.lightning_package import L
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", "W4A16", "NVFP4", "W8A8"])
-@pytest.mark.parametrize("observe", ["train", "val"])
+@pytest.mark.parametrize(
+    ("scheme", "observe"),
+    [
+        ("INT8_STATIC", "train"),
+        ("INT8_STATIC", "val"),
+        ("FP8", "val"),
+        ("W4A16", "train"),
+        ("NVFP4", "val"),
+        ("W8A8", "train"),
+        *(pytest.param(scheme, "train", marks=pytest.mark.nightly) for scheme in ("FP8", "NVFP4")),
+        *(pytest.param(scheme, "val", marks=pytest.mark.nightly) for scheme in ("W4A16", "W8A8")),
+    ],
+)
 def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(
     scheme, observe, tiny_llama, batches, tmp_path
 ):
@@ -45,6 +56,7 @@ def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(
     assert not left_behind(module)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("observe", ["train", "val", "none"])
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", W4])
 def test_a_module_of_ones_own_reloads_with_the_outputs_of_the_last_validation(scheme, observe, tmp_path):
@@ -137,6 +149,7 @@ def test_training_can_see_weights_or_activations_alone_and_validation_sees_all(q
     assert module.losses[4:] == expected
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["NVFP4", "INT8_STATIC", "W4A16"])
 def test_no_parameter_of_a_language_model_is_without_a_gradient(scheme, tiny_llama, batches):
     without = []

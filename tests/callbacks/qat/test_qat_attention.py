@@ -35,6 +35,7 @@ def training(model, batches, scheme=None, **options):
 # ---------------------------------------------------------------------- numbers
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_logits_are_those_of_the_quantized_model(case, dtype, tiny_llama, batches):
@@ -148,8 +149,14 @@ class Watch(Callback):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("observe", ["train", "val"])
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    ("case", "observe"),
+    [
+        pytest.param(case, observe, id=f"{name}-{observe}", marks=[pytest.mark.nightly] * (number % 2 != at))
+        for number, (name, case) in enumerate(CASES.items())
+        for at, observe in enumerate(("train", "val"))
+    ],
+)
 def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(case, observe, tiny_llama, batches, tmp_path):
     module = Language(tiny_llama(torch.bfloat16))
     before = traces(module.model)
@@ -163,6 +170,7 @@ def test_the_reloaded_checkpoint_gives_the_logits_of_the_last_validation(case, o
     assert all(torch.equal(logits(reloaded, b), e) for b, e in zip(batches, module.logits, strict=True))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("freeze_after", [None, 1])
 @pytest.mark.parametrize("train", ["weights", "all"])
 def test_states_are_observed_anew_after_each_validation(train, freeze_after, tiny_llama, batches):

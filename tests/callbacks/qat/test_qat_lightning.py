@@ -94,6 +94,7 @@ def test_15862_7926_a_forward_with_keyword_arguments_is_trained():
     assert not any(torch.equal(p, q) for p, q in zip(module.parameters(), before.parameters(), strict=True))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", W8])
 def test_7552_a_graph_of_the_trained_module_computes_with_the_quantization(scheme):
     """pytorch-lightning #7552: a scripted module lacked the calls that quantize and dequantize."""
@@ -163,6 +164,7 @@ def test_early_stopping_ends_it_with_nothing_left_behind(tmp_path):
     callback.export(tmp_path / "out")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("train", ["weights", "all"])
 def test_the_learning_rate_finder_leaves_ranges_and_scales_as_they_were(order, train, tmp_path, monkeypatch):

@@ -114,6 +114,7 @@ def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ignore", [["lm_head"], ["lm_head", "re:.*layers.0.*"]])
 def test_export_writes_what_it_writes_after_merging_and_the_model_keeps_its_adapters(

@@ -270,6 +270,7 @@ def test_distillation_makes_one_tensor_of_the_logits_size_its_gradient(tiny_llam
     assert logits_made(module, batch, distill="only", teacher=teacher) == 2
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("change", ["scaled", "in place", "reshaped", "hooked"])
 def test_a_teacher_that_does_more_than_its_head_is_run_whole(change, tiny_llama, batches):
     """What its logits are then is seen in the loss: the student's weights are the teacher's, but for the change."""

@@ -176,6 +176,7 @@ def test_an_observer_whose_statistics_no_checkpoint_can_hold_is_named(own_regist
         trainer(callback, saver).fit(Regression(), loader(), loader())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cannot_use(options):
     module, callback = Classifier(), QuantizationAwareTraining(**options)
@@ -187,6 +188,7 @@ def test_validate_and_test_under_inference_mode_leave_nothing_that_training_cann
     assert not any(value.is_inference() for value in values)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("damage", "message"),
     [

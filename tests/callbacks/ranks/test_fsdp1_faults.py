@@ -84,6 +84,7 @@ def on_refused(rank, how):
         return str(error)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -51,6 +51,7 @@ def on_training(rank, strategy, weight, folder):
     return callback.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("weight", ["memoryless_minmax", "memoryless_mse"])
 def test_training_quantized_ends_with_the_weights_and_scales_of_ddp(weight, tmp_path):
     results = [run_ranks(on_training, 2, strategy, weight, tmp_path) for strategy in ("ddp", "fsdp1")]

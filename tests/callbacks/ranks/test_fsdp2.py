@@ -76,9 +76,8 @@ def on_calibrate(rank, ranks, entry, options, folder):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("entry", ["validate", "fit"])
+@pytest.mark.parametrize(("ranks", "entry"), [(2, "validate"), (4, "fit")])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.filterwarnings("ignore:.*fitted weights have larger errors")  # a few samples
 def test_fsdp2_gives_the_qparams_the_outputs_and_the_checkpoint_of_one_device(ranks, entry, options, tmp_path):
     callback, module = calibration(**options), Module()
@@ -249,8 +248,9 @@ def test_a_killed_rank_ends_the_other_and_leaves_no_checkpoint(when, text, tmp_p
     assert "rank 1:\ndied" in str(raised.value)
     assert "did not end in time" not in str(raised.value)
     assert not list(tmp_path.iterdir())
-    run_ranks(on_rank_that_dies, 2, str(tmp_path), "never")
-    load_checkpoint(Net(), tmp_path / "exported")
+    if when == "export":  # the only one that has begun to write
+        run_ranks(on_rank_that_dies, 2, str(tmp_path), "never")
+        load_checkpoint(Net(), tmp_path / "exported")
 
 
 # ---------------------------------------------------------------------- tensor parallel
@@ -268,6 +268,7 @@ def on_tensor_parallel(rank, options, folder):
     return callback.result.qparams
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("weight", ["memoryless_minmax", "memoryless_mse"])
 def test_data_by_tensor_parallel_gives_the_qparams_of_one_device(weight, tmp_path):
     options = {"input": "static_minmax", "weight": weight}
@@ -279,6 +280,7 @@ def test_data_by_tensor_parallel_gives_the_qparams_of_one_device(weight, tmp_pat
     assert same(*(load_file(tmp_path / name / "model.safetensors") for name in ("one", "many")))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -14,15 +14,15 @@ import torch
 
 from lightning_obs import load_checkpoint
 from tests.support.lightning_ranks import Module as TheModule
-from tests.support.lightning_ranks import Net, calibration, loader, samples, trainer
+from tests.support.lightning_ranks import Net, calibration, like_torchrun, loader, same, samples, trainer
+from tests.support.rank_processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
 SCRIPT = str(Path(__file__).parents[2] / "support" / "ddp_script.py")
-#: CI runs it on two nodes
+#: CI runs ranks as torchrun starts them, without torchrun: below, and in the other files of this folder
 TORCHRUN_ON_ONE = pytest.param("torchrun", marks=pytest.mark.nightly)
-#: CI runs it as the command line does (tests/app/test_cli.py)
-LIGHTNING = pytest.param("lightning", marks=pytest.mark.nightly)
+TWO_NODES = pytest.param("two nodes", marks=pytest.mark.nightly)
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 
 
@@ -49,8 +49,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(how: str, folder: Path, *arguments: str) -> list[tuple[int, str]]:
-    tail = [SCRIPT, str(folder), *arguments]
+def launch(how: str, folder: Path) -> list[tuple[int, str]]:
+    tail = [SCRIPT, str(folder)]
     if how == "lightning":
         return finish(start(sys.executable, "-W", "ignore", *tail, "--devices", "2"))
     if how == "torchrun":
@@ -67,21 +67,34 @@ def expected():
     return callback.result.qparams
 
 
-@pytest.mark.parametrize("how", [LIGHTNING, TORCHRUN_ON_ONE, "two nodes"])
-def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint(how, tmp_path, expected):
-    for code, output in launch(how, tmp_path):
-        assert code == 0, output
+@pytest.mark.parametrize("how", ["lightning", TORCHRUN_ON_ONE, TWO_NODES])
+def test_every_launcher_gives_the_qparams_of_one_device_and_one_checkpoint_and_ends_all_with_an_error(
+    how, tmp_path, expected
+):
+    """The script calibrates a second time, where no data reaches an expert."""
+    results = launch(how, tmp_path)
+    outputs = "".join(output for _, output in results)
+    assert all(code != 0 for code, _ in results), outputs
+    assert "no data reached 1 of 5 observers: experts.2 (input)" in outputs, outputs
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "out"]
     for rank in range(2):
         qparams = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert qparams.keys() == expected.keys()
         assert all(torch.equal(qparams[name], expected[name]) for name in expected)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pt", "1.pt", "out"]
     load_checkpoint(Net(), tmp_path / "out")
 
 
-@pytest.mark.parametrize("how", ["lightning", TORCHRUN_ON_ONE])
-def test_an_unreached_expert_ends_every_process_with_the_error(how, tmp_path):
-    ((code, output),) = launch(how, tmp_path, "--unreached")
-    assert code != 0
-    assert "no data reached 1 of 5 observers: experts.2 (input)" in output
-    assert list(tmp_path.iterdir()) == []
+def on_node(rank):
+    """As torchrun starts one rank on each of two nodes."""
+    like_torchrun(rank, 2)
+    os.environ |= {"LOCAL_RANK": "0", "GROUP_RANK": str(rank), "LOCAL_WORLD_SIZE": "1"}
+    callback = calibration(input="histogram", weight="memoryless_mse")
+    with_trainer = trainer(callback, ranks=1, num_nodes=2, strategy="ddp")
+    with_trainer.validate(TheModule(), loader(samples(24, experts=(0, 1, 2))), verbose=False)
+    return with_trainer.node_rank, callback.result.qparams
+
+
+def test_two_nodes_give_the_qparams_of_one_device(expected):
+    for rank, (node, qparams) in enumerate(run_ranks(on_node, 2)):
+        assert node == rank
+        assert same(qparams, expected)

@@ -113,8 +113,15 @@ def on_resume(rank, folder, options, full, steps):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("full", [True, False], ids=["full", "sharded"])
-@pytest.mark.parametrize("options", [OPTIONS["histogram"], OPTIONS["weights"]], ids=["histogram", "weights"])
+@pytest.mark.parametrize(
+    ("options", "full"),
+    [
+        pytest.param(OPTIONS["histogram"], False, id="histogram-sharded"),
+        pytest.param(OPTIONS["weights"], True, id="weights-full"),
+        pytest.param(OPTIONS["histogram"], True, id="histogram-full", marks=pytest.mark.nightly),
+        pytest.param(OPTIONS["weights"], False, id="weights-sharded", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_sharded_run_resumes_bit_for_bit(options, full, tmp_path):
     assert run_ranks(on_resume, 2, tmp_path, options, full, (2, 5, 8, 10), timeout=120) == [16, 16]
 

@@ -290,6 +290,7 @@ def on_unequal_validation(rank, parts, observe):
     return qparams_of(module), module.state_dict()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("observe", ["train", "val"])
 @pytest.mark.parametrize("parts", [[[0, 1, 2, 3, 4, 5, 6], [7]], [[], [0, 7, 2, 5, 4, 3, 6, 1]]])
 def test_ranks_may_have_unequal_numbers_of_validation_batches_or_none(parts, observe):

@@ -70,6 +70,7 @@ def on_kept(rank, strategy, evaluate):
     return numbers(run.callback_metrics), float(module.seen)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_what_a_module_keeps_is_not_changed_on_any_rank(strategy):
     for (found, seen), (plain, plain_seen) in zip(
@@ -97,6 +98,7 @@ def on_sharded(rank, ranks, strategy):
     return numbers(run.callback_metrics)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_sharded_weights_are_measured_as_whole_ones(strategy):
     (one,) = run_ranks(on_sharded, 1, 1, strategy)

@@ -118,6 +118,7 @@ def on_cut(rank, x, parts):
     return callback.result.qparams, callback.result.batches
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     "parts", [[[0, 1, 2, 3, 4, 5, 6], [7]], [[], [0, 7, 2, 5, 4, 3, 6, 1]], [[5, 6], [], [7, 1, 0, 2, 3, 4]]]
 )
@@ -250,8 +251,19 @@ def qparams_on(net):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("options", [{"input": "histogram"}, {"input": "minmax"}], ids=lambda o: o["input"])
-@pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 1), (2, 4), (1, 2)])
+@pytest.mark.parametrize(
+    ("first", "then", "options"),
+    [
+        (2, 1, {"input": "histogram"}),
+        (2, 2, {"input": "minmax"}),
+        (2, 4, {"input": "minmax"}),
+        (1, 2, {"input": "histogram"}),
+        pytest.param(2, 1, {"input": "minmax"}, marks=pytest.mark.nightly),
+        pytest.param(2, 2, {"input": "histogram"}, marks=pytest.mark.nightly),
+        pytest.param(2, 4, {"input": "histogram"}, marks=pytest.mark.nightly),
+        pytest.param(1, 2, {"input": "minmax"}, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_checkpoint_resumes_on_another_number_of_ranks_with_the_same_qparams(first, then, options, tmp_path):
     """Of running observers (minmax) too. Their statistics are of one validation: the next starts them anew."""
     path = str(tmp_path / "last.ckpt")

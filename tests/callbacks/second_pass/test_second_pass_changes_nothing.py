@@ -80,6 +80,7 @@ def test_a_loader_that_moves_on(kind):
     check(MODULE_KINDS["list of outputs"], LOADER_KINDS[kind])
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_trainer_with_options(options):
     check(MODULE_KINDS["metric MeanMetric in plain dict"], LOADER_KINDS["dataset that counts"], **OPTIONS[options])

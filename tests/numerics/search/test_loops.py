@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
-from contextlib import redirect_stdout
-from io import StringIO
-from pathlib import Path
 
 import numba
 import numpy as np
@@ -18,7 +12,6 @@ from compressed_tensors.quantization import QuantizationArgs, preset_name_to_sch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import lightning_obs
 from lightning_obs.numerics.candidates import Candidates, improvements, shrink_factors
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels import launch
@@ -27,8 +20,10 @@ from lightning_obs.numerics.search import rows as rows_module
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import range_of_rows, search_range
 from lightning_obs.numerics.search.rows import Rows, rows_of_observed
+from tests.numerics.apart import count_without_a_cache, ranges_of_a_worker, short_search, short_search_without_numba
 from tests.numerics.search.test_ranges import FORMATS as SOME_FORMATS
 from tests.numerics.search.test_ranges import TIE
+from tests.support.rank_processes import run_apart
 from tests.support.versions import HAS_FLOATS_OF_6_BITS
 
 FACTORS = shrink_factors(maxshrink=0.2, grid=100.0)
@@ -99,17 +94,21 @@ values = st.one_of(
 weights = st.one_of(st.just(0.0), st.just(1.0), st.floats(0.0009765625, 100, width=32))
 
 
-@settings(max_examples=60, deadline=None)
+# A loop is compiled for each dtype, which it reads in one place, and for each kind of norm.
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize(
+    ("dtypes", "norms"), [(DTYPES, [2.4]), ([torch.float32], [1.0, 1.5, 2.0, 3.0, 4.0])], ids=["dtypes", "norms"]
+)
+@settings(max_examples=40, deadline=None)
 @given(
     data=st.data(),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 12)),
     name=st.sampled_from(sorted(FORMATS)),
-    dtype=st.sampled_from(DTYPES),
-    norm=st.sampled_from([1.0, 1.5, 2.0, 2.4, 3.0, 4.0]),
     expand=st.sampled_from([1.0, 1.0, 1.8]),
     weighed=st.booleans(),
 )
-def test_any_values_get_a_range_of_least_error(data, shape, name, dtype, norm, expand, weighed):
+def test_any_values_get_a_range_of_least_error(dtypes, norms, data, shape, name, expand, weighed):
+    dtype, norm = data.draw(st.sampled_from(dtypes)), data.draw(st.sampled_from(norms))
     count = int(np.prod(shape))
     drawn = torch.randn(count, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 1000))))
     odd = data.draw(st.lists(st.tuples(st.integers(0, count - 1), values), max_size=4))
@@ -123,8 +122,11 @@ def test_any_values_get_a_range_of_least_error(data, shape, name, dtype, norm, e
     assert_least_error(rows, search_for(name, norm, expand))
 
 
-@pytest.mark.parametrize("size", [1, 2, 15, 16, 17, 100, 128, 576, 1024, 2049, 5000])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("int4", size) for size in (1, 2, 15, 16, 17, 100, 128, 576, 1024, 2049, 5000)]
+    + [(name, size) for name in FORMATS if name != "int4" for size in (17, 2049)],
+)
 def test_rows_of_every_length_fill_a_block(name, size):
     count = max(3, 20_000 // size)
     assert_least_error(Rows((torch.randn(count, size) * torch.rand(count, 1))[None, :, None]), search_for(name))
@@ -142,6 +144,7 @@ def test_errors_are_those_of_torchs_loop(name):
     torch.testing.assert_close(errors / units.double() ** search.norm, expected.double(), rtol=1e-5, atol=0)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("size", [16, 100, 5000])
 def test_candidates_measured_together_improve_what_they_improve_one_by_one(name, size):
@@ -227,6 +230,7 @@ def short_pieces(monkeypatch):
     monkeypatch.setattr(numba_loop, "_PIECE", 5000)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["int4", "int4 signed", "int8", "int8 asymmetric", "fp8", "mxfp4"])
 @pytest.mark.parametrize("view", ["one piece", "heads", "weighed"])
 def test_long_rows_are_added_up_in_pieces(name, view, short_pieces):
@@ -278,13 +282,15 @@ def test_where_errors_leave_float32_the_loop_finds_the_least_and_torchs_keeps_th
     assert_least_error(rows, search)
 
 
+@numba.njit(fastmath={"contract"})  # kept on disk, it would not follow a change of the formulas
+def powers_of(errors, exponent, powers):
+    for i in range(errors.size):
+        powers[i] = arithmetic.power_of(errors[i], exponent)
+
+
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("norm", [0.7, 1.0, 1.5, 2.0, 2.4, 2.7, 3.0, 4.0])
 def test_a_power_is_exact_to_six_digits_and_hides_nothing(norm):
-    @numba.njit(fastmath={"contract"})  # kept on disk, it would not follow a change of the formulas
-    def powers_of(errors, exponent, powers):
-        for i in range(errors.size):
-            powers[i] = arithmetic.power_of(errors[i], exponent)
-
     drawn = np.exp(np.random.default_rng(0).uniform(-12, 1, 200_000)).astype(np.float32)
     errors = np.concatenate([drawn, -drawn, np.float32([0.0, np.nan, np.inf, -np.inf])])
     powers = np.empty_like(errors)
@@ -329,88 +335,25 @@ def test_two_threads_of_python_may_search_at_once():
 
 
 @pytest.mark.slow
-def test_workers_of_a_data_loader_may_search(tmp_path):
-    code = """
-import torch
-from torch.utils.data import DataLoader, Dataset
-from lightning_obs.observers import Observer
-from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
-
-args = QuantizationArgs(num_bits=8, strategy="channel")
-torch.set_num_threads(2)
-
-class Searching(Dataset):
-    def __len__(self):
-        return 4
-    def __getitem__(self, i):
-        weight = torch.arange(64.0).reshape(8, 8).sin() + i
-        return Observer.load_from_registry("memoryless_mse", base_name="weight", args=args)(weight).min_vals
-
-if __name__ == "__main__":
-    data = Searching()
-    expected = torch.stack([data[i] for i in range(4)])
-    for method in ("fork", "spawn"):
-        loader = DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=method)
-        print(method, torch.equal(next(iter(loader)), expected))
-"""
-    script = tmp_path / "searching.py"
-    script.write_text(code)
-    assert python(str(script)).splitlines() == ["fork True", "spawn True"]
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_workers_of_a_data_loader_may_search(method):
+    here, of_worker = run_apart(ranges_of_a_worker, method)
+    assert torch.equal(of_worker, here)
 
 
 # ---------------------------------------------------------------------- without numba, without a cache
 
-SEARCH = """
-import warnings, torch
-from compressed_tensors.quantization import QuantizationArgs, preset_name_to_scheme
-from lightning_obs.numerics.candidates import shrink_factors
-from lightning_obs.numerics.formats import NumberGrid
-from lightning_obs.numerics.search.grid_search import GridSearch
-from lightning_obs.numerics.search.ranges import search_range
-torch.manual_seed(0)
-search = GridSearch(NumberGrid.of(QuantizationArgs(num_bits=4)), shrink_factors(0.2, 100))
-x = torch.randn(1, 20, 64)
-with warnings.catch_warnings(record=True) as said:
-    warnings.simplefilter("always")
-    found = [search_range(x, search) for _ in range(2)]
-print("warnings", [str(w.message) for w in said if w.category.__name__ == "CalibrationWarning"])
-print("range", found[0][0].sum().item())
-"""
-
 
 @pytest.mark.slow
 def test_without_numba_torch_finds_the_same_range_and_a_short_search_says_nothing():
-    without = python("import sys; sys.modules['numba'] = None\n" + SEARCH)
-    assert "warnings []" in without
-    with redirect_stdout(StringIO()) as here:
-        exec(SEARCH, {})
-    assert without.splitlines()[-1] == here.getvalue().splitlines()[-1]
+    low, high, warned = run_apart(short_search_without_numba)
+    expected_low, expected_high, _ = short_search()
+    assert warned == []
+    assert torch.equal(low, expected_low)
+    assert torch.equal(high, expected_high)
 
 
 @pytest.mark.slow
 def test_without_a_folder_to_write_to_the_loops_are_compiled_anew():
-    """The package's own folder cannot hold a cache, nor can the user's. The loop is one that compiles in a second."""
-    code = """
-from numba.core import caching
-class Nowhere(caching.UserProvidedCacheLocator):
-    @classmethod
-    def from_function(cls, py_func, py_file):
-        return None
-caching.CacheImpl._locator_classes = [Nowhere]
-import torch
-from lightning_obs.numerics.kernels import launch, loops
-counts = launch.count_values(torch.ones(35, dtype=torch.bfloat16))
-print("counted", counts.sum().item(), "cached", loops.count._cache.__class__.__name__)
-"""
-    assert "counted 35 cached NullCache" in python(code)
-
-
-def python(code):
-    """What a new process prints that runs some code, or a script."""
-    arguments = [code] if code.endswith(".py") else ["-c", code]
-    env = {**os.environ, "PYTHONPATH": str(Path(lightning_obs.__file__).parents[1])}
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=240, env=env, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    """The package's own folder cannot hold a cache, nor can the user's."""
+    assert run_apart(count_without_a_cache) == (35, "NullCache")

@@ -132,8 +132,8 @@ def test_the_range_is_the_brute_force_one(args, strategy, assert_agrees):
         ("patience 3", {"patience": 3}),
         ("no end", {"patience": None}),
         ("norm 2", {"norm": 2.0}),
-        ("norm 3", {"norm": 3.0}),
-        ("norm 0.7", {"norm": 0.7}),
+        pytest.param("norm 3", {"norm": 3.0}, marks=pytest.mark.slow),  # loops are compiled for it
+        pytest.param("norm 0.7", {"norm": 0.7}, marks=pytest.mark.slow),
         ("expanded", {"expand": 1.8}),
     ],
 )
@@ -154,6 +154,7 @@ def test_activations_are_searched_over_all_observations(args):
         assert_as_good(found, expected, observed, args)  # the sum over two dimensions is added up in another order
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @every_format
 def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
@@ -219,8 +220,9 @@ def test_the_edges_of_float32_are_the_brute_force_ones(args, values, assert_agre
     assert ((scale > 0) & scale.isfinite()).all()
 
 
-@pytest.mark.parametrize("largest", [65504.0, 60000.0, 57344.0, 40000.0])
-@pytest.mark.parametrize("expand", [1.0, 1.8])
+@pytest.mark.parametrize(
+    ("largest", "expand"), [(65504.0, 1.0), (65504.0, 1.8), (60000.0, 1.0), (57344.0, 1.8), (40000.0, 1.8)]
+)
 @pytest.mark.parametrize("args", [*FORMATS.values(), MXFP8], ids=[*FORMATS, "mxfp8"])
 def test_scales_that_leave_float16_are_infinite_as_compressed_tensors_computes_them(
     args, expand, largest, assert_agrees
@@ -334,6 +336,7 @@ def test_a_tensor_need_not_be_contiguous(name):
         assert_same(search_range(view, FORMATS[name], FACTORS), search_range(view.clone(), FORMATS[name], FACTORS))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["int4", "int8", "int4 asymmetric", "fp8"])
 def test_counted_values_give_the_least_error_in_float64(name):
     """2**18 bfloat16 values of one scale are counted; the oracle measures each of them."""
