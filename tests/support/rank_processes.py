@@ -26,8 +26,11 @@ from tests.support.compilation import compile_in_turn
 
 _GRACE = 5.0  # seconds that the other ranks have to end after one has failed
 _STARTING = 120.0  # seconds for new processes to import what they need; not part of a test's time limit
-#: Lightning first, under the name that the tests run with
-_IMPORTED = ["tests.support.lightning_package", "lightning_obs.callbacks", "torch.distributed.fsdp", "transformers"]
+#: Lightning first, under the name that the tests run with; last what modules of tests import
+_IMPORTED = [
+    "tests.support.lightning_package", "lightning_obs.callbacks", "torch.distributed.fsdp", "transformers", "pytest",
+    "hypothesis",
+]  # fmt: skip
 
 _UNCONNECTED = "Gloo connectFullMesh failed"
 _ABORTED = f"died, exit code {-signal.SIGABRT}"

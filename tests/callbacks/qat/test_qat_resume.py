@@ -77,9 +77,9 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
         saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, save_on_train_epoch_end=False)
     whole = Classifier()
     fresh = copy.deepcopy(whole)
-    trainer(QuantizationAwareTraining(**options), saver, max_epochs=4).fit(whole, loader(), loader(seed=2))
+    trainer(QuantizationAwareTraining(**options), saver, max_epochs=3).fit(whole, loader(), loader(seed=2))
     step = 6 if at == "middle" else 8
-    tr = trainer(QuantizationAwareTraining(**options), max_epochs=4)
+    tr = trainer(QuantizationAwareTraining(**options), max_epochs=3)
     data = from_step(2, loader().dataset, batch_size=4) if at == "middle" else loader()
     tr.fit(fresh, data, loader(seed=2), ckpt_path=tmp_path / f"step={step}.ckpt")
     assert fresh.losses == whole.losses[step:]
