@@ -167,6 +167,7 @@ def test_no_visited_candidate_has_less_error_in_float64(args, dtype):
 
 
 @pytest.mark.slow_but_first
+@pytest.mark.parametrize("loop", ["torch"], indirect=True)
 @pytest.mark.parametrize("tile", [1, 7, 64, 100, 1000])
 @pytest.mark.parametrize("shape", [(1, 12, 1, 64), (9, 4, 16), (9, 1, 33)])
 def test_the_tile_changes_nothing_but_rounding(shape, tile, monkeypatch):
