@@ -20,6 +20,7 @@ from lightning_obs.calibration.quantized_inputs import calibrate_on_quantized_in
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import require_steps_possible
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.schemes.planned_modules import round_by_full_precision
 from lightning_obs.schemes.recipes import Recipe
 
 
@@ -83,17 +84,27 @@ class KeptRuns:
         """Let the recipe go over to inputs in full precision for good, with a warning. Every rank must call this.
 
         Called by :class:`.TrainerSession` before data for a model without ``forward``, by :meth:`require_possible`, and
-        by :meth:`calibrate`. Later results have the label of the rounding that is done. The plan stays, so that the
-        callback's states in earlier checkpoints can be loaded. The observers of input errors are removed: they pair
-        inputs of the quantized run with those in full precision, and there is no quantized run any more.
+        by :meth:`calibrate`.
 
         Args:
             reason: why weights cannot be rounded on quantized inputs, for the warning.
         """
         assert self.is_of_recipe
+        label = self._observation.options.label
+        warn(f"{label}: the recipe rounds weights by inputs in full precision here: {reason}")
+        self.round_by_full_precision()
+
+    def round_by_full_precision(self) -> None:
+        """Round by inputs in full precision from now on; labels, and schemes in checkpoints, say so.
+
+        Called by :meth:`give_up`, and by ``CalibrationSession.load_state_dict`` for a calibration whose recipe had gone
+        over to such inputs. The plan's config stays, so that the callback's states in earlier checkpoints can be
+        loaded. The observers of input errors are removed: they pair inputs of the quantized run with those in full
+        precision, and there is no quantized run any more.
+        """
         observation = self._observation
-        warn(f"{observation.options.label}: the recipe rounds weights by inputs in full precision here: {reason}")
         self.are_in_use = False
+        round_by_full_precision(observation.plan)
         observation.options = observation.options.with_recipe(Recipe.without_quantized_inputs)
         observation.leave_out_input_errors()
 

@@ -28,14 +28,14 @@ from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import declared_statistics
 from lightning_obs.ranks.collectives import Collectives, Stretch
 from lightning_obs.ranks.sync import require_plain, sync_statistics
-from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfits
+from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfits, round_by_full_precision
 
 #: the key, in a state whose observers were chosen by measurement, of the config that the user asked for (as JSON),
 #: followed by the candidates; ``CalibrationCallback`` writes it
 ASKED_CONFIG = "asked_config"
 
 #: number of the state's layout; a state with another number is refused
-_FORMAT = 5
+_FORMAT = 6
 #: matches the paths of observers and their hyperparameters among the fields of a config
 _OBSERVER = re.compile(r"\.observer(_kwargs)?\b")
 _REMEDY = "load the checkpoint of this model, or calibrate again."
@@ -47,6 +47,7 @@ def dump_state(
     checksums: Mapping[str, Mapping[str, int]],
     skipped: Iterable[str],
     followed: Iterable[str],
+    in_full_precision: bool,
 ) -> dict[str, Any]:
     """A finished calibration as a dict of tensors and strings, with a checksum of the whole (:func:`.sealed`).
 
@@ -59,6 +60,7 @@ def dump_state(
         skipped: names of modules that were left in full precision.
         followed: names of modules whose output is not quantized, because the output of a follower is
             (:attr:`.OutputReaders.followed`).
+        in_full_precision: whether a recipe went over from quantized inputs to a rounding by inputs in full precision.
     """
     return sealed(
         {
@@ -68,6 +70,7 @@ def dump_state(
             "checksums": dict(checksums),
             "skipped": sorted(skipped),
             "followed": sorted(followed),
+            "in_full_precision": in_full_precision,
         }
     )
 
@@ -91,7 +94,8 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
 
     Args:
         model: of the session. Every module gets the checksums that were saved for it: none, for most modules.
-        plan: of the session; outputs that the saved calibration did not quantize are dropped from it.
+        plan: of the session; outputs that the saved calibration did not quantize are dropped from it, and its schemes
+            say so if a recipe had rounded weights by inputs in full precision.
         state: the result of :func:`dump_state`.
 
     Raises:
@@ -114,6 +118,8 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     followed = set(state["followed"])
     refuse(list(_misfits(plan, qparams, followed)), "the saved calibration does not fit", remedy=_REMEDY)
     drop_outputs(plan, followed)
+    if state["in_full_precision"]:
+        round_by_full_precision(plan)
     # Qparams that were made in inference mode could not be used in training. At rest, no offloaded weight is loaded.
     with torch.inference_mode(False), torch.no_grad(), at_rest():
         write_all(plan, qparams)  # by the plan's own names and modules

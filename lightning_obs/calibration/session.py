@@ -396,12 +396,15 @@ class CalibrationSession:
         """The finished calibration as tensors, strings and numbers; the callbacks save it in Trainer checkpoints."""
         readers = self.observation.calls.readers
         followed = set() if readers is None else readers.followed
-        return dump_state(self.plan, self.qparams, self._written.checksums(), self.skipped, followed)
+        in_full_precision = self.kept_runs is not None and not self.kept_runs.are_in_use
+        checksums = self._written.checksums()
+        return dump_state(self.plan, self.qparams, checksums, self.skipped, followed, in_full_precision)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules; the callbacks call this when a run resumes.
 
-        Outputs that the saved calibration did not quantize leave the plan, and their observers are removed.
+        Outputs that the saved calibration did not quantize leave the plan, and their observers are removed. If its
+        recipe had gone over to inputs in full precision, so does this session's.
 
         Raises:
             CalibrationError: the state was made with another scheme or for another model. Plan and qparams do not
@@ -414,6 +417,10 @@ class CalibrationSession:
             if readers is not None:  # the plan quantizes outputs
                 readers.followed.update(state["followed"])
                 self.observation.drop_outputs(readers.followed)  # their observers; load_state has changed the plan
+            if state["in_full_precision"] and self.kept_runs is not None and self.kept_runs.is_of_recipe:
+                self.kept_runs.round_by_full_precision()
+                self.options = self.observation.options
+                self.label = self.options.label
 
     @torch.no_grad()
     def write_scales(self, scales: Mapping[str, torch.Tensor], *, of_present_weights: bool) -> None:

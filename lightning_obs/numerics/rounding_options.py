@@ -94,6 +94,17 @@ class RoundingOptions:
         return is_share and (self.on_quantized_inputs or self.correction == 0)
 
 
+def with_inputs_in_full_precision(option: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a rounding on quantized inputs, for the same rounding by inputs in full precision.
+
+    Called for the choices of a recipe, and for the schemes of a plan whose recipe went over to such inputs.
+
+    >>> with_inputs_in_full_precision({"name": "gptq", "damping": 0.2, "inputs": "quantized", "correction": 1.0})
+    {'name': 'gptq', 'damping': 0.2}
+    """
+    return {name: value for name, value in option.items() if name not in ("inputs", "correction")}
+
+
 def _refusal(option: Any) -> CalibrationError:
     """The error for an option that is not allowed; it shows what may be written."""
     return CalibrationError(

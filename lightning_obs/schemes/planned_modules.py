@@ -32,7 +32,15 @@ from lightning_obs.model.kinds import count_heads, inside_adapted
 from lightning_obs.model.module_qparams import ROUNDED
 from lightning_obs.model.offload import at_rest
 from lightning_obs.model.weight import identity, matrix_shape, whole_shape
-from lightning_obs.numerics.qparams import ATTENTION, can_be_signed, flatten_for_calibration, scheme_args
+from lightning_obs.numerics.qparams import (
+    ATTENTION,
+    ROUNDING,
+    can_be_signed,
+    flatten_for_calibration,
+    rounding_of,
+    scheme_args,
+)
+from lightning_obs.numerics.rounding_options import with_inputs_in_full_precision
 
 #: modules that an engine makes a part of the convolution or product before them
 _FOLLOWERS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.ReLU6, nn.Identity)
@@ -83,7 +91,8 @@ class PlannedModule:
 class Plan:
     """The modules of a model that will be quantized: made by ``build_plan`` before any data, and read until the export.
 
-    Finalize may take outputs out of it (:func:`drop_outputs`).
+    Finalize may take outputs out of it (:func:`drop_outputs`), and a recipe may go over to another rounding
+    (:func:`round_by_full_precision`).
     """
 
     config: QuantizationConfig  # the user's; its ``ignore`` also names ``left_out``
@@ -127,6 +136,31 @@ def drop_outputs(plan: Plan, names: Collection[str]) -> None:
             named.append(target)
     for target in named:
         target.scheme.targets = [target.name for target in named]
+
+
+def round_by_full_precision(plan: Plan) -> None:
+    """Let the schemes of the planned modules say that weights are rounded by inputs in full precision.
+
+    Called by :meth:`.KeptRuns.round_by_full_precision` when a recipe cannot round on quantized inputs: the schemes are
+    written into checkpoints, which record what was done.
+
+    Args:
+        plan: its targets are replaced. Its ``config`` stays what the user asked for, by which saved states are
+            recognized.
+    """
+    schemes: dict[int, QuantizationScheme] = {}
+    for index, target in enumerate(plan.targets):
+        weights = target.scheme.weights
+        rounding = None if weights is None else rounding_of(weights)
+        if weights is None or rounding is None or not rounding.on_quantized_inputs:
+            continue
+        key = id(target.scheme)
+        if key not in schemes:
+            option = with_inputs_in_full_precision(weights.observer_kwargs[ROUNDING])
+            kwargs = {**weights.observer_kwargs, ROUNDING: option}
+            changed_weights = weights.model_copy(update={"observer_kwargs": kwargs})
+            schemes[key] = target.scheme.model_copy(update={"weights": changed_weights})
+        plan.targets[index] = replace(target, scheme=schemes[key])
 
 
 def scheme_identity(scheme: QuantizationScheme) -> str:

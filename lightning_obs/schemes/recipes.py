@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStrategy, QuantizationType
 
 from lightning_obs.errors import CalibrationError, likely, refuse_unknown
-from lightning_obs.numerics.rounding_options import RoundingOptions
+from lightning_obs.numerics.rounding_options import RoundingOptions, with_inputs_in_full_precision
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,7 @@ class WeightChoice:
         """
         if self.rounding is None or not self.rounds_on_quantized_inputs:
             return self
-        rounding = {name: value for name, value in self.rounding.items() if name not in ("inputs", "correction")}
-        return replace(self, rounding=rounding)
+        return replace(self, rounding=with_inputs_in_full_precision(self.rounding))
 
     def without(self, *hyperparameters: str) -> WeightChoice:
         """The choice with defaults in place of these hyperparameters of its observer."""

@@ -6,6 +6,7 @@ are rounded as by rounding='gptq'.
 
 from __future__ import annotations
 
+import json
 import warnings
 from typing import Any
 
@@ -22,6 +23,7 @@ from lightning_obs import (
     CalibrationSession,
     CalibrationWarning,
     QuantizationAwareTraining,
+    export_checkpoint,
     linearize_experts,
 )
 from lightning_obs.calibration import quantized_inputs
@@ -75,6 +77,40 @@ def test_parts_that_the_steps_call_are_observed_as_they_run():
     assert session.result.scheme == session.label == "int4 group 16 weights + gptq"
     with pytest.warns(CalibrationWarning, match="all tokens count alike"):
         assert torch.equal(rounded, calibrated(call_part, rounding="gptq")[1])
+
+
+def test_a_checkpoint_records_the_rounding_that_was_done(tmp_path):
+    """In the config of the checkpoint, also after the calibration was loaded by another session."""
+
+    def call_part(model):
+        for tokens in TOKENS:
+            model.model(input_ids=tokens)
+
+    with (
+        pytest.warns(CalibrationWarning, match="all tokens count alike"),
+        pytest.warns(CalibrationWarning, match=IN_FULL_PRECISION),
+    ):
+        session, rounded = calibrated(call_part)
+    later = CalibrationSession(tiny_llama(), INT4, ignore=["lm_head"], recipe="accurate")
+    later.load_state_dict(session.state_dict())
+    assert later.label == session.label == "int4 group 16 weights + gptq"
+    assert torch.equal(later.model.model.layers[1].mlp.down_proj.weight_rounded, rounded)
+    for name, calibrated_session in {"calibrated": session, "loaded": later}.items():
+        export_checkpoint(calibrated_session.model, tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        [group] = config["quantization_config"]["config_groups"].values()
+        assert group["weights"]["observer_kwargs"]["rounding"] == {"name": "gptq"}
+
+
+def test_a_checkpoint_records_a_rounding_on_quantized_inputs(tmp_path):
+    session, _ = calibrated()
+    later = CalibrationSession(tiny_llama(), INT4, ignore=["lm_head"], recipe="accurate")
+    later.load_state_dict(session.state_dict())
+    assert later.label == session.label == "int4 group 16 weights + gptq on quantized inputs"
+    export_checkpoint(later.model, tmp_path / "loaded")
+    config = json.loads((tmp_path / "loaded" / "config.json").read_text())
+    [group] = config["quantization_config"]["config_groups"].values()
+    assert group["weights"]["observer_kwargs"]["rounding"] == ON_QUANTIZED_INPUTS
 
 
 class Uncopyable:
