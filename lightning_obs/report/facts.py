@@ -217,7 +217,7 @@ class Report:
 
     @property
     def row(self) -> dict[str, Any]:
-        """The run's row of a comparison: the first metric before and after, size, seconds, the worst layer.
+        """The run's row of a comparison: the first metric before and after, its direction, size, seconds, worst layer.
 
         The page puts it into ``report.json``, and a task returns it for the table of a ``--multirun``.
         """
@@ -225,6 +225,7 @@ class Report:
         for name, values in self.quality.metrics.items():
             row["metric"] = name
             row[name] = values
+            row["higher_is_better"] = self.quality.higher_is_better.get(name)
             break  # the first metric stands for the run
         if self.quality.moved is not None:
             row |= asdict(self.quality.moved)

@@ -20,8 +20,8 @@ def compared_runs(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     Args:
         runs: rows as :func:`~lightning_obs.report.summary.comparison_table` takes them. The command line's comparison
             adds ``grade``, ``headline``, ``original_size`` [bytes] and ``page``, a path, from the ``report.json`` of
-            each run (``app/tasks/compare.py``). A user's row may have ``higher_is_better``, the direction of its
-            metric; else the direction follows from the metric's name.
+            each run (``app/tasks/compare.py``). A row may have ``higher_is_better``, the direction of its metric; else
+            the direction follows from the metric's name.
 
     Returns:
         Each row with ``quality``, its metric with the values before and after; with None for those four entries if it

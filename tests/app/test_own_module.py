@@ -77,7 +77,7 @@ def own(composed, name, *overrides):
 
 def test_a_module_of_ones_own_is_judged_by_the_value_that_it_names(composed, capsys):
     row = run(own(composed, "Two"))
-    assert row["metric"] == "accuracy"
+    assert (row["metric"], row["higher_is_better"]) == ("accuracy", True)
     assert "loaded by load_checkpoint into a new model: largest difference of outputs 0.0" in capsys.readouterr().out
 
 
@@ -175,6 +175,24 @@ def test_runs_with_different_metrics_stand_side_by_side(composed, tmp_path, caps
     assert (tmp_path / "run" / "report.html").is_file()
     shown = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
     assert [(row["metric"], row[row["metric"]]) for row in shown] == [(name, [0.5, 0.25]) for name in METRICS]
+
+
+@pytest.mark.parametrize(("direction", "best"), [(True, [True, True]), (False, [True, False]), (None, [False, False])])
+def test_a_comparison_judges_a_metric_in_its_own_direction(composed, tmp_path, direction, best):
+    for name, power, size in (("a", 1.0, 2**20), ("b", 2.0, 2**21)):
+        row = {"metric": "power", "power": [3.0, power], "higher_is_better": direction}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps({"run": name, "size": size, **row}))
+    run(composed("task=compare", f"runs=[{tmp_path / 'a'},{tmp_path / 'b'}]"))
+    shown = json.loads((tmp_path / "run" / "report.json").read_text())["runs"]
+    assert [row["is_best"] for row in shown] == best
+
+
+def test_a_report_whose_metric_has_no_readable_direction_is_refused(composed, tmp_path):
+    row = {"run": "a", "metric": "power", "power": [3.0, 1.0], "higher_is_better": "up"}
+    (tmp_path / "report.json").write_text(json.dumps(row))
+    with pytest.raises(CalibrationError, match="direction of the metric is neither true nor false"):
+        run(composed("task=compare", f"runs=[{tmp_path}]"))
 
 
 #: a user's file for the other package of Lightning

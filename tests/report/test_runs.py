@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lightning_obs.report.facts import Report
 from lightning_obs.report.runs import compared_runs
 
 
@@ -23,6 +24,15 @@ def best(*runs, metric="perplexity"):
 )
 def test_a_larger_run_is_the_best_of_its_size_only_if_it_is_better(metric, values, expected):
     assert best(*zip((100, 200, 300), values, strict=True), metric=metric) == expected
+
+
+@pytest.mark.parametrize(("direction", "expected"), [(True, [True, True, False]), (False, [True, False, False])])
+def test_the_row_of_a_report_has_the_direction_of_its_metric(direction, expected):
+    rows = []
+    for size, power in ((100, 2.0), (200, 3.0), (300, 2.5)):
+        report = Report.of("a", metrics={"power": (4.0, power)}, higher_is_better={"power": direction}, sizes=(1, size))
+        rows.append(report.row)
+    assert [row["is_best"] for row in compared_runs(rows)] == expected
 
 
 def test_equal_runs_are_both_the_best_and_a_worse_one_of_that_size_is_not():

@@ -67,7 +67,13 @@ class Evaluate(Task):
             )
         size = folder_size(path) if path and Path(path).is_dir() else None
         label = str(path or "default model")
-        self.report_row = {"run": label, "metric": quality.name, quality.name: (None, quality.value), "size": size}
+        self.report_row = {
+            "run": label,
+            "metric": quality.name,
+            quality.name: (None, quality.value),
+            "higher_is_better": quality.higher_is_better,
+            "size": size,
+        }
         if trainer.is_global_zero:
             shown_size = "" if size is None else f"  size {human_size(size)}"
             say(f"{quality.name} {number(quality.value, 5)}{shown_size}")
@@ -207,8 +213,8 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``run``, the numbers that every run may have, the verdict, the page and the size of the original model (each
-        None if it is not known). If a quality was measured, also ``metric``, and under the metric's name the values
-        before and after quantization.
+        None if it is not known). If a quality was measured, also ``metric``, under the metric's name the values before
+        and after quantization, and ``higher_is_better``, the metric's direction (None: it follows from the name).
     """
     columns = {"run": row.get("run")}
     for name in (*_NUMBERS, *_OF_PAGE):
@@ -217,6 +223,7 @@ def compared(row: Mapping[str, Any]) -> dict[str, Any]:
     if metric is not None:
         columns["metric"] = metric
         columns[metric] = (original, quantized)
+        columns["higher_is_better"] = row.get("higher_is_better")
     return columns
 
 
@@ -242,4 +249,6 @@ def _row_of_report(path: Path) -> dict[str, Any]:
                 raise TypeError(f"{value!r:.80} is not a number")
         if not isinstance(run_name, str) or not isinstance(metric or "", str):
             raise TypeError("the run or its metric is not a name")
+        if row.get("higher_is_better") not in (None, True, False):
+            raise TypeError("the direction of the metric is neither true nor false")
         return {**row, "run": f"{run_name} ({folder.name})"}

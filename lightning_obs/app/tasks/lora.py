@@ -139,7 +139,11 @@ class Lora(Task):
         stages = [f"{stage} {quality.value:.3f}" for stage, quality in self.qualities.items()]
         if self.qualities:
             first, tuned, *_ = self.qualities.values()
-            self.report_row |= {"metric": first.name, first.name: (first.value, tuned.value)}
+            self.report_row |= {
+                "metric": first.name,
+                first.name: (first.value, tuned.value),
+                "higher_is_better": first.higher_is_better,
+            }
             say(f"{first.name} on held-out data: {', '.join(stages)}")
         say(f"training took {self.seconds_trained / 60:.1f} minutes")
         say(f"wrote {self.folder}  ({human_size(size)})")
