@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, product
 from typing import Any, Literal, TypeAlias
 
@@ -166,8 +166,6 @@ def sensitivity(
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
-        # A checkpoint is written for the first engine, and a calibration with these engines fuses its sets alone.
-        options["fused_sets"] = _all_fused_sets(engines[0], options.get("fused_sets", ()))
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
     candidates = []
@@ -292,6 +290,11 @@ def _sessions(
             continue
         try:
             candidate = candidate_options(scheme, **options)
+            if engines:
+                # A checkpoint is written for the first engine, and a calibration with these engines fuses its sets
+                # alone.
+                fused_sets = _all_fused_sets(engines[0], candidate.fused_sets)
+                candidate = replace(candidate, fused_sets=fused_sets)
             sessions[name] = CalibrationSession(model, candidate)
             sessions[name].observation.judge_no_fit()  # keeps no data back to test how well fitted weights hold
         except CalibrationError as failure:

@@ -18,6 +18,7 @@ from lightning_obs import (
 from lightning_obs.choice.divergence import _arguments_of
 from lightning_obs.choice.mixed_precision import choose_schemes
 from lightning_obs.choice.sensitivity import candidate_options
+from lightning_obs.engines.engine import ENGINES, Engine
 from lightning_obs.forward import quantized_tensors
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.numerics.fake_quantize import fake_quantize
@@ -169,6 +170,18 @@ def test_a_name_in_the_option_fused_sets_leaves_the_engines_set(tiny_llama):
     attention = [group.names for group in found.groups if "layers.0.self_attn" in group.names[0]]
     members = [tuple(name.rpartition(".")[2] for name in names) for names in attention]
     assert members == [("q_proj", "k_proj"), ("v_proj", "o_proj")]
+
+
+def test_a_candidates_own_fused_sets_are_added_to_the_engines(tiny_llama, monkeypatch):
+    class Fuses(Engine):
+        name = "fuses"
+        fused_sets = (("q_proj", "o_proj"),)
+
+    monkeypatch.setitem(ENGINES, "fuses", Fuses())
+    candidate = {"scheme": "W8A8", "fused_sets": [["k_proj", "v_proj"]]}
+    found = sensitivity(tiny_llama(), None, {"int8": candidate}, ignore=["lm_head"], engines="fuses")
+    members = [{name.rpartition(".")[2] for name in group.names} for group in found.groups]
+    assert members[:4] == [{"q_proj", "o_proj"}, {"k_proj", "v_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}]
 
 
 @converted_weights
