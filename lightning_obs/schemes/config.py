@@ -171,8 +171,8 @@ def resolve_config(
 
     Args:
         scheme: a scheme in one of the forms above.
-        targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme. Without
-            effect if the kv cache alone is quantized.
+        targets: classes, names or ``re:`` patterns of the modules to quantize; None: those of the scheme. For
+            the kv cache alone there are none.
         ignore: the modules to leave out, in the same form.
         observers: by base name, observers that replace the scheme's and the recipe's, with their hyperparameters. The
             rounding of weights stays. The options' other values, ``"auto"`` and several candidates for a tensor, are
@@ -184,9 +184,9 @@ def resolve_config(
 
     Raises:
         CalibrationError: an unknown preset, field, base name, observer, hyperparameter, rounding or recipe; targets
-            given twice; ``observers`` that are ``"auto"``, several for a tensor, hyperparameters without a name, or for
-            a tensor without observed ranges in the scheme; a rounding without quantized weights; a scheme that
-            compressed-tensors refuses (its own message is in the error).
+            given twice, or without a scheme; ``observers`` that are ``"auto"``, several for a tensor, hyperparameters
+            without a name, or for a tensor without observed ranges in the scheme; a rounding without quantized weights;
+            a scheme that compressed-tensors refuses (its own message is in the error).
     """
     if observers is not None:
         _refuse_several_observers(observers)
@@ -235,9 +235,17 @@ def _refuse_several_observers(observers: Any) -> None:
 
 def _config_of(scheme: SchemeLike | None, targets: str | Sequence[str] | None, has_cache: bool) -> QuantizationConfig:
     """The scheme as a config; without groups where only the kv cache is quantized (``has_cache``)."""
-    if scheme is None and has_cache:
-        return QuantizationConfig(config_groups={})
     target_names = None if targets is None else as_names(targets)
+    if scheme is None and has_cache:
+        if target_names is not None:
+            raise CalibrationError(
+                "targets without a scheme: the kv cache alone is quantized, in every attention module",
+                got=f"targets={target_names}, scheme=None",
+                expected="the modules that a scheme quantizes",
+                remedy="name a scheme for them (scheme='FP8'), or leave targets out. Attention modules whose kv cache "
+                "stays in full precision go into `ignore`.",
+            )
+        return QuantizationConfig(config_groups={})
     try:
         return _config(_with_lists(scheme), target_names)
     except CalibrationError:

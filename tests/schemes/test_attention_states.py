@@ -67,6 +67,10 @@ def test_the_label_names_the_cache(scheme, kv_cache, expected):
         ({"scheme": None, "kv_cache": "FP8", "observers": {"q": "mse"}}, "'mse' is given for q, .*attention group"),
         ({"scheme": None, "kv_cache": "FP8", "observers": {"k": {"name": "mse", "a": 1}}}, "no hyperparameter 'a'"),
         ({"scheme": None, "kv_cache": {**FLOAT8, "observer": "absent"}}, "unknown observer 'absent'"),
+        (
+            {"scheme": None, "kv_cache": "FP8", "targets": "Linear"},
+            r"targets without a scheme.*Got targets=\['Linear'\]",
+        ),
     ],
 )
 def test_what_cannot_be_meant_is_refused_without_a_model(arguments, message):
