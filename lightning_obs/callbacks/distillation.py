@@ -205,10 +205,10 @@ def _class_logits(output: Any) -> torch.Tensor:
     """The logits in a model's output, or in the first tensor of a tuple; read from student and teacher alike.
 
     Returns:
-        ``(batch, classes)`` or ``(batch, tokens, classes)``; logits of fewer dimensions as they are.
+        ``(batch, classes)`` or ``(batch, tokens, classes)``.
 
     Raises:
-        CalibrationError: there are no logits, or logits of more than three dimensions.
+        CalibrationError: there are no logits, or logits of another number of dimensions.
     """
     if isinstance(output, (tuple, list)):
         tensors = [value for value in output if isinstance(value, torch.Tensor)]

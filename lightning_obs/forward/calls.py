@@ -76,15 +76,16 @@ def logits_of(output: Any) -> torch.Tensor:
     Called for each output by distillation and by the choices of observers and schemes that compare predictions.
 
     Raises:
-        CalibrationError: the output has no logits.
+        CalibrationError: the output has no logits, or they have fewer than two dimensions or no floats.
     """
     logits = output if isinstance(output, torch.Tensor) else named_logits(output)
     is_tensor = isinstance(logits, torch.Tensor)
     if not is_tensor or logits.ndim < 2 or not logits.is_floating_point():
+        got = f"a {logits.dtype} tensor of shape {tuple(logits.shape)}" if is_tensor else type(output).__name__
         raise CalibrationError(
             "the divergence of predictions is measured on logits",
-            got=type(output).__name__,
-            expected="a tensor (..., classes), or an output with `logits`",
+            got=got,
+            expected="a tensor (..., classes) of floats, two dimensions or more, or an output with such `logits`",
             remedy="wrap the model in a module that returns its logits.",
         )
     return logits

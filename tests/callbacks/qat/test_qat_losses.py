@@ -26,17 +26,25 @@ from tests.callbacks.qat_modules import (
 from tests.support.lightning_package import L
 
 
-def test_distillation_refuses_logits_whose_classes_are_not_last():
-    class Pixels(Regression):
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (nn.Unflatten(1, (4, 2, 2)), r"distill reads logits whose last dimension.*\(4, 4, 2, 2\)"),
+        (nn.Flatten(0), r"measured on logits. Got a torch.float32 tensor of shape \(64,\)"),
+    ],
+    ids=["pixels", "vector"],
+)
+def test_distillation_refuses_logits_whose_classes_are_not_last(head, message):
+    class Outputs(Regression):
         def build(self):
-            return nn.Sequential(nn.Linear(8, 16), nn.Unflatten(1, (4, 2, 2)))
+            return nn.Sequential(nn.Linear(8, 16), head)
 
         def training_step(self, batch, batch_idx):
             return self(batch[0]).square().mean()
 
     callback = QuantizationAwareTraining(W4, distill=1.0, module="net", calibration_batches=1)
-    with pytest.raises(CalibrationError, match=r"distill reads logits whose last dimension.*\(4, 4, 2, 2\)"):
-        trainer(callback).fit(Pixels(), loader(), loader())
+    with pytest.raises(CalibrationError, match=message):
+        trainer(callback).fit(Outputs(), loader(), loader())
 
 
 @pytest.mark.parametrize("scheme", ["INT8_STATIC", "FP8", W4])
