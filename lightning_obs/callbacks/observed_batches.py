@@ -26,6 +26,7 @@ from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.sanity_check import SanityWatch
 from lightning_obs.callbacks.strategies import repeated_samples, samples_that_count
 from lightning_obs.errors import CalibrationError, require_at_least, require_bool, require_kind, warn
+from lightning_obs.forward.tracing import Example
 from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.mark import keep_hook_out
 
@@ -348,8 +349,11 @@ class FirstCall:
             )
         return self._call
 
-    def example(self, model: nn.Module, *, is_dynamic: bool) -> tuple[Any, ...] | dict[str, Any]:
+    def example(self, model: nn.Module, *, is_dynamic: bool) -> tuple[Any, ...] | dict[str, Any] | Example:
         """Return an example for a writer: the positional arguments if there are no others, else all by name.
+
+        Where some arguments have no names (``*inputs``, or before a ``/``), both kinds stay as they are in the call, in
+        an :class:`.Example`.
 
         Called by ``Results.export_traced`` if the user gave no example. Arguments of a transformers model that
         are labels are left out.
@@ -368,10 +372,13 @@ class FirstCall:
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
         if not kwargs:
             return tuple(args)
-        by_name = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
         labels = label_names(model)
+        if _has_nameless(bound):
+            by_name = {name: value for name, value in kwargs.items() if name not in labels}
+            return Example(tuple(args), by_name, dynamic_shapes=None)
         example = {}
-        for name, value in _flat(by_name).items():
+        for name, value in _flat(bound).items():
             if name not in labels:
                 example[name] = value
         return example
@@ -401,11 +408,14 @@ def _first_samples(call: Any, count: int) -> Any:
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor[:count], call)
 
 
-def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
-    """All arguments by name, those that the signature gathers in ``**kwargs`` too.
+def _has_nameless(bound: inspect.BoundArguments) -> bool:
+    """Whether some arguments of a call cannot be given by name."""
+    nameless = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    return any(bound.signature.parameters[name].kind in nameless for name in bound.arguments)
 
-    Arguments that it gathers in ``*args`` cannot be given by name. They stay one tuple, with which a trace fails.
-    """
+
+def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """All arguments by name, those that the signature gathers in ``**kwargs`` too; none of them is without a name."""
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:

@@ -180,7 +180,8 @@ class Example(NamedTuple):
     """The arguments to trace a model with, as :func:`torch.export.export` takes them.
 
     ``export_onnx``, ``measure_onnx`` and ``export_program`` read their user's arguments into an object of this class
-    (:meth:`of`).
+    (:meth:`of`). A callback makes one of a call that has arguments without names beside keyword arguments
+    (``FirstCall.example``).
 
     Attributes:
         positional: the positional arguments.
@@ -202,10 +203,12 @@ class Example(NamedTuple):
 
         Args:
             model: the model to trace.
-            example: a mapping of keyword arguments, one tensor as the only argument, or a sequence of positional
-                arguments.
+            example: a mapping of keyword arguments, one tensor as the only argument, a sequence of positional
+                arguments, or an Example of a callback, with both kinds of arguments.
             dynamic_shapes: kept as it is, or by name like the arguments.
         """
+        if isinstance(example, Example):
+            return example._replace(dynamic_shapes=dynamic_shapes)
         if isinstance(example, Mapping):
             return cls((), dict(example), dynamic_shapes)
         if isinstance(example, torch.Tensor):

@@ -134,6 +134,41 @@ def test_tensors_without_a_common_first_dimension_are_kept_whole(tmp_path):
     torch.testing.assert_close(program.module()(x=x, mask=torch.ones(8), scale=2.0), expected)
 
 
+class Gathering(Plain):
+    """Its inputs have no names, its scale has one."""
+
+    def forward(self, *inputs, scale=1.0):
+        return self.net(sum(inputs)) * scale
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self(batch[0], 2 * batch[0], scale=2.0).mean())
+
+
+class BeforeASlash(Plain):
+    """Its inputs have names that no call can use, its scale has one."""
+
+    def forward(self, x, y, /, scale=1.0):
+        return self.net(x + y) * scale
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self(batch[0], 2 * batch[0], scale=2.0).mean())
+
+
+@pytest.mark.parametrize("module_class", [Gathering, BeforeASlash])
+def test_arguments_without_names_stay_positional_beside_keyword_arguments(module_class, tmp_path):
+    module, callback = module_class(), CalibrationCallback("INT8_STATIC")
+    trainer(callback).validate(module, loader(), verbose=False)
+    x = torch.randn(1, 8)
+    with torch.no_grad(), quantized(module):
+        expected = module(x, 2 * x, scale=2.0)
+    program = torch.export.load(callback.export_program(tmp_path / "m.pt2"))
+    torch.testing.assert_close(program.module()(x, 2 * x, scale=2.0), expected, atol=1e-6, rtol=1e-5)
+    session = onnxruntime.InferenceSession(callback.export_onnx(tmp_path / "m.onnx"))
+    names = [value.name for value in session.get_inputs()]
+    [outputs] = session.run(None, dict(zip(names, (x.numpy(), 2 * x.numpy()), strict=True)))
+    torch.testing.assert_close(torch.from_numpy(outputs), expected, atol=2e-5, rtol=1e-5)
+
+
 def test_labels_of_a_transformers_model_are_left_out(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(save_tiny_llama(tmp_path / "tiny"))
     ids = torch.randint(0, 128, (4, 8))
