@@ -78,11 +78,13 @@ class SmoothPair:
             restore.append(_multiply(bias, 1 / factors))
         for reader in self.readers.values():
             restore.append(_multiply(reader.weight, factors))
+        torch.clear_autocast_cache()  # autocast keeps copies of weights in 16 bits, which would stay as they were
 
         @torch.no_grad()
         def undo() -> None:
             for restore_weight in restore:
                 restore_weight()
+            torch.clear_autocast_cache()
 
         return undo
 
@@ -238,13 +240,11 @@ class _Trial:
     Args:
         model: that runs.
         candidates: lists of which at most one pair is kept each.
-
-    Attributes:
-        pairs: the candidates that changed no bit of the outputs of the module around them.
     """
 
     def __init__(self, model: nn.Module, candidates: Sequence[Sequence[SmoothPair]]) -> None:
-        self.pairs: list[SmoothPair] = []
+        #: by the id of a candidate that was tried, the candidate, and whether it holds in all calls so far
+        self._tried: dict[int, tuple[SmoothPair, bool]] = {}
         self._candidates_of: dict[str, list[Sequence[SmoothPair]]] = {}  # by the name of the module around them
         for alternatives in candidates:
             self._candidates_of.setdefault(alternatives[0].parent, []).append(alternatives)
@@ -260,6 +260,11 @@ class _Trial:
 
     def __exit__(self, *exception: object) -> None:
         self._hooks.close()
+
+    @property
+    def pairs(self) -> list[SmoothPair]:
+        """The candidates that changed no bit of the outputs of the module around them, in any call of it."""
+        return [pair for pair, holds in self._tried.values() if holds]
 
     def _try(
         self, candidates: Sequence[Sequence[SmoothPair]], module: nn.Module, args: Any, kwargs: Any, output: Any
@@ -277,8 +282,11 @@ class _Trial:
                 return
             for alternatives in candidates:
                 for pair in alternatives:
-                    if self._holds(pair, module, args, kwargs, output):
-                        self.pairs.append(pair)
+                    _, held = self._tried.get(id(pair), (pair, True))
+                    # The module may be called again, and a pair that this call does not reach holds in it.
+                    holds = held and self._holds(pair, module, args, kwargs, output)
+                    self._tried[id(pair)] = pair, holds
+                    if holds:
                         break
         finally:
             self._is_repeating = False
@@ -302,8 +310,16 @@ class _Trial:
 def same_tensors(output: Any, other: Any) -> bool:
     """Whether all tensors of two outputs are equal, bit for bit; False if there are none.
 
-    Called for the outputs of a module around a candidate, and for those of the whole model at the end.
+    Called for the outputs of a module around a candidate, and for those of the whole model at the end. NaN is equal to
+    NaN: the loss of a batch without labels, or a row of attention that is masked as a whole.
     """
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     others = [leaf for leaf in pytree.tree_leaves(other) if isinstance(leaf, torch.Tensor)]
-    return len(tensors) == len(others) > 0 and all(map(torch.equal, tensors, others))
+    return len(tensors) == len(others) > 0 and all(map(_same_numbers, tensors, others))
+
+
+def _same_numbers(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one shape and the same numbers, or NaN at the same places."""
+    if tensor.shape != other.shape:
+        return False
+    return torch.equal(tensor, other) or bool(((tensor == other) | (tensor.isnan() & other.isnan())).all())

@@ -27,7 +27,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.smooth_pairs import SmoothPair, find_pairs, is_norm, same_tensors
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, first_input
-from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
+from lightning_obs.forward.extra_runs import left_as_it_was, random_numbers_restored, without_caches
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of
 from lightning_obs.model.weight import in_shards
@@ -124,7 +124,8 @@ def smooth_inputs(
     undos = []
     with left_as_it_was(model), without_caches(model), torch.no_grad():
         pairs = find_pairs(model, quantized, all_batches[0])
-        samples, outputs = _observe(model, pairs, all_batches)
+        samples = _observe(model, pairs, all_batches)
+        outputs = _outputs(model, all_batches[0])
         for pair, sample in zip(pairs, samples, strict=True):
             factors = _factors(pair, sample, strength)
             before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
@@ -132,7 +133,7 @@ def smooth_inputs(
             if after < before:
                 undos.append(pair.scale(factors))
                 smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
-        if not same_tensors(call_on(model, all_batches[0]), outputs):
+        if not same_tensors(_outputs(model, all_batches[0]), outputs):
             for undo in reversed(undos):  # a weight may be in two pairs
                 undo()
             raise CalibrationError(
@@ -207,11 +208,10 @@ class _InputSample:
         self._tokens.append(tokens[::step][: self._tokens_per_batch].clone())
 
 
-def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[Any]) -> tuple[list[_InputSample], Any]:
-    """Run all batches; return what was observed of the input of each pair, and the outputs of the first batch."""
+def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[Any]) -> list[_InputSample]:
+    """Run all batches, and return what was observed of the input of each pair."""
     tokens_per_batch = max(1, _TOKENS // len(batches))
     samples = []
-    outputs: list[Any] = []
     with ExitStack() as hooks:
         for pair in pairs:
             sample = _InputSample(tokens_per_batch)
@@ -220,10 +220,17 @@ def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[An
             hooks.callback(keep_hook_out(reader, hook))
             samples.append(sample)
         for batch in batches:
-            output = call_on(model, batch)
-            if not outputs:
-                outputs.append(output)
-    return samples, outputs[0]
+            call_on(model, batch)
+    return samples
+
+
+def _outputs(model: nn.Module, batch: Any) -> Any:
+    """The outputs of a batch; a model that draws random numbers draws the same ones each time.
+
+    :func:`smooth_inputs` calls this before it scales weights and afterwards.
+    """
+    with random_numbers_restored(model):
+        return call_on(model, batch)
 
 
 def _mean_error(

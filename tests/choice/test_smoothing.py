@@ -161,6 +161,76 @@ def test_a_llama_gives_the_same_logits_and_keeps_mode_and_random_numbers(tmp_pat
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
+class Around(nn.Module):
+    """Calls the block in one way or another; ``mode`` says which."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.block = with_outliers()
+        self.mode = mode
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.block(x)
+        if self.mode == "random numbers":
+            output = output + torch.randn_like(output)
+        loss = output.mean()
+        return {"loss": loss * torch.nan if self.mode == "no loss" else loss, "output": output}
+
+
+@pytest.mark.parametrize("mode", ["random numbers", "no loss"])
+def test_outputs_that_are_random_or_not_a_number_do_not_hinder(mode):
+    model = Around(mode)
+    torch.manual_seed(2)
+    expected = model(batches()[0])["output"]
+    assert smooth_inputs(model, batches(), "INT8_STATIC")
+    torch.manual_seed(2)
+    assert torch.equal(model(batches()[0])["output"], expected)
+
+
+def test_weights_that_autocast_keeps_copies_of_are_smoothed():
+    model = with_outliers()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(batches()[0])
+        assert smooth_inputs(model, batches(), "INT8_STATIC")
+        assert torch.equal(model(batches()[0]), expected)
+
+
+class Twice(nn.Module):
+    """A norm and a Linear that only the first of two calls of this module reaches."""
+
+    def __init__(self, reads_norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(16)
+        self.linear = nn.Linear(16, 16)
+        self.reads_norm = reads_norm
+        with torch.no_grad():
+            self.norm.weight[3] = 300.0
+            self.linear.weight[:, 3] *= 1e-3
+
+    def forward(self, x: torch.Tensor, is_second: bool = False) -> torch.Tensor:
+        if is_second:
+            return x.abs()
+        hidden = self.norm(x)
+        return self.linear(hidden) + (hidden if self.reads_norm else 0)
+
+
+class CallsTwice(nn.Module):
+    def __init__(self, reads_norm: bool) -> None:
+        super().__init__()
+        self.part = Twice(reads_norm)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(self.part(x), is_second=True)
+
+
+def test_a_pair_is_kept_once_if_it_holds_in_each_call_of_the_module_around_it():
+    smoothed = smooth_inputs(CallsTwice(reads_norm=False), batches(), "INT8_STATIC")
+    assert [entry.producer for entry in smoothed] == ["part.norm"]
+    with pytest.warns(CalibrationWarning, match="no input was smoothed"):
+        assert smooth_inputs(CallsTwice(reads_norm=True), batches(), "INT8_STATIC") == []
+
+
 def test_what_is_wrong_is_refused():
     model = with_outliers()
     with pytest.raises(CalibrationError, match=r"quantizes none.*ot int4 group 16.*scheme such as INT8_STATIC"):
