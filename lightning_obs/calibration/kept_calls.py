@@ -55,12 +55,19 @@ class KeptCalls:
         self._observation = observation
         self._batches = KeptBatches(KEPT_BYTES)
         self._remove_hook: Callable[[], None] | None = None
+        #: the arguments of the present call, before hooks of the user's may replace them: they run again with the call
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         #: measures how much each token counts, in the user's run; None: all tokens count alike
         self.token_weights: TokenWeights | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the calls and the hook out of a copy or pickle: a copy is not attached."""
-        changes = {"_batches": KeptBatches(KEPT_BYTES), "_remove_hook": None, "token_weights": None}
+        changes: dict[str, Any] = {
+            "_batches": KeptBatches(KEPT_BYTES),
+            "_remove_hook": None,
+            "_arguments": ((), {}),
+            "token_weights": None,
+        }
         return {**vars(self), **changes}
 
     def __len__(self) -> int:
@@ -82,9 +89,10 @@ class KeptCalls:
         if forget:
             self.release()
         model = self._observation.model
+        first = model.register_forward_pre_hook(self._note_arguments, with_kwargs=True, prepend=True)
         before = model.register_forward_pre_hook(self._keep, with_kwargs=True)
         after = model.register_forward_hook(self._end_call, always_call=True)
-        removals = [keep_hook_out(model, before), keep_hook_out(model, after)]
+        removals = [keep_hook_out(model, hook) for hook in (first, before, after)]
         self._remove_hook = partial(_call_all, removals)
 
     def detach(self) -> None:
@@ -136,8 +144,12 @@ class KeptCalls:
                 f"in {KEPT_BYTES / 2**30:.1f} GiB. The others are not observed."
             )
 
+    def _note_arguments(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the arguments with which the model is called; its first forward pre-hook."""
+        self._arguments = args, kwargs
+
     def _keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Keep one call; a forward pre-hook of the model, which runs before each call.
+        """Keep one call; a forward pre-hook of the model, which runs before each call, after those of the user's.
 
         It sets ``calls.is_kept``, so that hooks do not observe the modules during this call, even if there was no room
         to keep it. :meth:`_end_call` resets the mark. Nothing happens while the observation is paused, in a
@@ -145,11 +157,13 @@ class KeptCalls:
 
         Args:
             model: the model.
-            args, kwargs: of the call.
+            args, kwargs: of the call, as the user's hooks have left them.
 
         Raises:
             CalibrationError: an argument cannot be copied, and the user has named the rounding.
         """
+        arguments = self._arguments
+        self._arguments = (), {}
         if self._observation.calls.is_paused or is_inside_quantized(model) or self.obstacle is not None:
             return
         parameter = next(model.parameters(), None)
@@ -159,7 +173,7 @@ class KeptCalls:
             token_weights=None if self.token_weights is None else self.token_weights.of_call,
         )
         try:
-            self._batches.add((args, kwargs), call)
+            self._batches.add(arguments, call)
         except CalibrationError as error:
             if not self._observation.options.rounding_is_of_recipe:
                 raise
@@ -168,11 +182,15 @@ class KeptCalls:
         self._observation.calls.is_kept = True
 
     def _end_call(self, *_: Any) -> None:
-        """Let modules be observed again; a forward hook of the model, which runs after each call, failed or not."""
+        """Let modules be observed again; a forward hook of the model, which runs after each call, failed or not.
+
+        It releases the arguments, too, if a hook of the user's has raised before :meth:`_keep`.
+        """
+        self._arguments = (), {}
         self._observation.calls.is_kept = False
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:
-    """Call all functions in order; :meth:`KeptCalls.detach` removes its two hooks so."""
+    """Call all functions in order; :meth:`KeptCalls.detach` removes its hooks so."""
     for function in functions:
         function()

@@ -8,6 +8,7 @@ random numbers as they were.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -26,13 +27,17 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
+from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.ranks.collectives import on_all_ranks
-from lightning_obs.schemes.planned_modules import shares_in_float
+from lightning_obs.schemes.planned_modules import PlannedModule, shares_in_float
 
 #: the share of the machine's memory that the outputs of a block may take, which are kept for the next block
 _SHARE_OF_MEMORY = 0.25
+#: beside None, the leaves of a block's output that no run of the next block can change, and tensors, which are copied
+_COPIED = (torch.Tensor, bool, int, float, complex, str, torch.dtype, torch.device)
 
 
 @torch.inference_mode(False)
@@ -189,7 +194,7 @@ def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[
     size: int | None = 0
     with on_all_ranks(collectives):
         if blocks.modules and len(batches):
-            size = _size_of_outputs(model, blocks, batches)
+            size = _size_of_outputs(model, blocks, batches, observation.plan.targets)
     run_alone = all(collectives.gather_object(size is not None))
     if run_alone and size is not None:
         return blocks, size
@@ -198,19 +203,24 @@ def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[
     return Blocks(), 0
 
 
-def _size_of_outputs(model: nn.Module, blocks: Blocks, batches: Batches) -> int | None:
+def _size_of_outputs(
+    model: nn.Module, blocks: Blocks, batches: Batches, targets: Sequence[PlannedModule]
+) -> int | None:
     """Try to run the first batch block by block, each block from the kept output of the block before.
 
-    :func:`_blocks_that_run_alone` calls this once. The outputs of two runs count as the same up to rounding
-    (``allclose``): kernels may differ from run to run.
+    :func:`_blocks_that_run_alone` calls this once. The output of the model must be that of a run as a whole, and so
+    must the inputs of each planned module, in the first position in which it is called: there it will be calibrated.
+    They are others where a module reads the output of an earlier block (auxiliary heads, feature pyramids), or is
+    called in several positions. Two runs count as the same up to rounding: kernels may differ from run to run.
 
     Args:
         model: in its present state.
         blocks: of the model.
         batches: of this rank, not empty.
+        targets: the planned modules.
 
     Returns:
-        The size of the largest output of a block [bytes]; None: the model fails, or its output is another one.
+        The size of the largest output of a block [bytes]; None: the model fails, or computes something else.
     """
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)
@@ -219,20 +229,80 @@ def _size_of_outputs(model: nn.Module, blocks: Blocks, batches: Batches) -> int 
     with ExitStack() as stack:
         stack.enter_context(run_eagerly())
         stack.enter_context(unfused(model))
-        expected = _first_tensor(call_model())
+        with ExitStack() as hooks:
+            expected_inputs = _watched_inputs(targets, hooks)
+            expected = _first_tensor(call_model())
         forward.attach(stack)
+        inputs: dict[str, list[torch.Tensor]] = {}
         try:
             for position in range(len(blocks.modules) + 1):
-                output = forward.run(position, output, call_model)
+                with ExitStack() as hooks:
+                    inputs_of_position = _watched_inputs(targets, hooks)
+                    output = forward.run(position, output, call_model)
+                inputs = inputs_of_position | inputs  # those of the first position in which a module is called
                 if position < len(blocks.modules):
+                    if not _can_be_copied(output):
+                        return None
                     size = max(size, _size_of(output))
         except CalibrationError:
             return None
     stepwise_output = _first_tensor(output)
-    if expected is None or stepwise_output is None or stepwise_output.shape != expected.shape:
+    if expected is None or stepwise_output is None or not _are_close(stepwise_output, expected):
         return None
-    is_same = torch.allclose(stepwise_output, expected, rtol=1e-3, atol=1e-5, equal_nan=True)
-    return size if is_same else None
+    return size if _are_same_inputs(inputs, expected_inputs) else None
+
+
+def _watched_inputs(targets: Sequence[PlannedModule], stack: ExitStack) -> dict[str, list[torch.Tensor]]:
+    """Watch the inputs of planned modules until ``stack`` closes.
+
+    Returns:
+        A dict that fills as the modules are called: by name, the mean absolute value of the input of each call.
+    """
+    inputs: dict[str, list[torch.Tensor]] = {}
+
+    def note(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The pre-hook of a module: note the input of its call."""
+        value = first_input(args, kwargs)
+        if value is not None:
+            inputs.setdefault(name, []).append(value.detach().float().abs().mean())
+
+    for target in targets:
+        handle = target.module.register_forward_pre_hook(partial(note, target.name), with_kwargs=True)
+        remove_hook = keep_hook_out(target.module, handle)
+        stack.callback(remove_hook)
+    return inputs
+
+
+def _are_same_inputs(inputs: Mapping[str, list[torch.Tensor]], expected: Mapping[str, list[torch.Tensor]]) -> bool:
+    """Whether two runs have called the same modules with the same inputs, by what :func:`_watched_inputs` noted."""
+    if inputs.keys() != expected.keys():
+        return False
+    pairs: list[torch.Tensor] = []
+    for name, values in inputs.items():
+        if len(values) != len(expected[name]):
+            return False
+        pairs += map(torch.stack, zip(values, expected[name], strict=True))
+    if not pairs:
+        return True
+    device = pairs[0].device
+    means = torch.stack([pair.to(device) for pair in pairs])  # compared at once: the host waits once
+    return _are_close(means[:, 0], means[:, 1])
+
+
+def _are_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors have one shape and, up to rounding, the same numbers."""
+    if value.shape != expected.shape:
+        return False
+    return torch.allclose(value.float(), expected.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
+
+
+def _can_be_copied(output: Any) -> bool:
+    """Whether a block's output is tensors and constants in structures that torch's pytree knows.
+
+    It is kept, and copied for each run of the next block, which may write to it. In an object of another class (a
+    dataclass that torch does not know) the next block would find what its earlier runs have written.
+    """
+    return all(leaf is None or isinstance(leaf, _COPIED) for leaf in tree_leaves(output))
 
 
 def _size_of(output: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from unittest.mock import MagicMock
 
@@ -140,6 +141,119 @@ def test_blocks_that_run_alone_give_the_numbers_of_the_whole_model(monkeypatch):
     assert len(found[0]) == 18
     for name, rounded in found[0].items():
         assert (rounded != found[1][name]).float().mean() < 0.01, name
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Tower(nn.Module):
+    """Blocks, and a head behind them."""
+
+    def __init__(self, block_class=Block):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(block_class() for _ in range(3))
+        self.head = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class WithAuxiliaryHead(Tower):
+    """A second head reads the output of the first block, behind all blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.auxiliary = nn.Linear(16, 16)
+
+    def forward(self, x):
+        outputs = [x]
+        for layer in self.layers:
+            outputs.append(layer(outputs[-1]))
+        return self.head(outputs[-1]), self.auxiliary(outputs[1])
+
+
+class WithHeadOfEachBlock(Tower):
+    """One head reads the output of each block."""
+
+    def forward(self, x):
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(self.head(x))
+        return outputs[-1], outputs[:-1]
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class BlockOfState(Block):
+    """It writes to the state that it is given."""
+
+    def forward(self, state):
+        state.x = super().forward(state.x)
+        return state
+
+
+class OnState(Tower):
+    def __init__(self):
+        super().__init__(BlockOfState)
+
+    def forward(self, x):
+        state = State(x)
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state.x)
+
+
+class WithMask(Tower):
+    """Its first output is booleans."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output > 0, output
+
+
+@pytest.mark.parametrize("model_class", [Tower, WithAuxiliaryHead, WithHeadOfEachBlock, OnState, WithMask])
+def test_blocks_that_read_more_than_the_block_before_give_the_numbers_of_the_whole_model(model_class, monkeypatch):
+    batches = data(64)[:, :16].chunk(4)
+    by_blocks = calibrated(model_class(), batches)
+    monkeypatch.setattr(quantized_inputs, "known_blocks", lambda _: Blocks())
+    as_whole = calibrated(model_class(), batches)
+    assert by_blocks.result.modules
+    for name in by_blocks.result.modules:
+        rounded = by_blocks.model.get_submodule(name).weight_rounded
+        assert torch.equal(rounded, as_whole.model.get_submodule(name).weight_rounded), name
+
+
+@pytest.mark.parametrize("model_class", [WithAuxiliaryHead, WithHeadOfEachBlock, OnState])
+def test_a_recipe_rounds_in_full_precision_where_blocks_read_more_than_the_block_before(model_class):
+    batches = data(64)[:, :16].chunk(4)
+    with pytest.warns(CalibrationWarning, match="cannot be run block by block"):
+        session = calibrated(model_class(), batches, recipe="accurate", rounding=None, observers=None)
+    assert session.label == "int4 group 16 weights + gptq"
+
+
+def test_a_hook_of_the_users_changes_the_arguments_of_a_kept_call_once():
+    batches = data(64)[:, :16].chunk(4)
+    hooked = Tower()
+    hooked.register_forward_pre_hook(lambda _, args: (3 * args[0],))
+    session = calibrated(hooked, batches)
+    expected = calibrated(Tower(), [3 * batch for batch in batches])
+    assert torch.equal(session.model.layers[0].down.weight_rounded, expected.model.layers[0].down.weight_rounded)
+    assert not torch.equal(
+        session.model.layers[0].down.weight_rounded, calibrated(Tower(), batches).model.layers[0].down.weight_rounded
+    )
 
 
 def first(output) -> torch.Tensor:
