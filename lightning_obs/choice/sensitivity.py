@@ -182,18 +182,16 @@ def sensitivity(
     for name in module_names:
         measured_sets[(name,)] = None
     if measured_batches is None:
-        method: Method = "weight error"
         losses = _weight_errors(twins, measured_sets)
         tokens = 0
     else:
-        method = "divergence"
         losses, tokens = divergences(model, measured_batches, twins, measured_sets, seed)
     return Sensitivity(
         groups=[_group(modules, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
         schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
         ignore=[*_unplanned_entries(as_names(options.get("ignore", ())), modules), *_left_out(sessions.values())],
-        method=method,
+        method="weight error" if measured_batches is None else "divergence",
         tokens=tokens,
         alone=_need_one_scheme(sessions.values(), groups[0], engines),
     )

@@ -100,19 +100,10 @@ def round_by_hessian(
         rows = outputs.diagonal().argsort(descending=True, stable=True)
         output_factor = inverse_factor(outputs[rows[:, None], rows], _OUTPUT_DAMPING, of_gradients=True)
     grid = NumberGrid.of(args)
-    zero_point = qparams.get("zero_point")
-    global_scale = qparams.get("global_scale")
-    scale = qparams["scale"].float()
-    if global_scale is not None:
-        scale = scale / global_scale
     left = _reordered(weight, columns, rows).float()
-    steps = elementwise(scale, weight, args)
+    steps, zeros = _steps_and_zeros(weight, qparams, args)
     step = _reordered(steps, columns, rows)
-    if zero_point is None:
-        zero = torch.zeros_like(left)
-    else:
-        zeros = elementwise(zero_point.float(), weight, args)
-        zero = _reordered(zeros, columns, rows)
+    zero = torch.zeros_like(left) if zeros is None else _reordered(zeros, columns, rows)
     levels = torch.empty_like(left)
     if output_factor is None:
         _round_rows(left, step, zero, factor, grid, levels)
@@ -123,6 +114,24 @@ def round_by_hessian(
     if rows is not None:
         placed = torch.empty_like(levels).index_copy_(1, rows, placed)
     return placed.T.to(codes).contiguous()
+
+
+def _steps_and_zeros(
+    weight: torch.Tensor, qparams: QParamsDict, args: QuantizationArgs
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The scale and the zero point of each element of a weight, in float32, in the weight's shape.
+
+    A global scale is divided out of the scales. None in place of zero points: the format is symmetric.
+    :func:`round_by_hessian` calls this.
+    """
+    zero_point = qparams.get("zero_point")
+    global_scale = qparams.get("global_scale")
+    scale = qparams["scale"].float()
+    if global_scale is not None:
+        scale = scale / global_scale
+    steps = elementwise(scale, weight, args)
+    zeros = None if zero_point is None else elementwise(zero_point.float(), weight, args)
+    return steps, zeros
 
 
 def _reordered(matrix: torch.Tensor, columns: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:

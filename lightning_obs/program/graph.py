@@ -78,6 +78,27 @@ class _QuantizedWeight(NamedTuple):
         return _QuantizedWeight(codes, scales, zero_points)
 
 
+def _folded_bias(
+    factor: torch.Tensor, mean: torch.Tensor, beta: torch.Tensor | None, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """The bias of a product behind which a batch norm is folded in, ``factor (b - mean) + beta``, in float64.
+
+    :func:`_fold` calls this.
+
+    Args:
+        factor: ``(C,)`` float64, by which the batch norm multiplies each channel.
+        mean: of the batch norm, ``(C,)``.
+        beta: of the batch norm; None: it has none.
+        bias: of the product; None: it has none.
+    """
+    folded = -factor * mean.double()
+    if bias is not None:
+        folded = folded + factor * bias.double()
+    if beta is not None:
+        folded = folded + beta.double()
+    return folded
+
+
 def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     """Fold a batch norm into the quantized convolution or Linear before it. A batch norm behind anything else stays.
 
@@ -111,12 +132,7 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     folded = weight.times(factor, lowest)
     if folded is None:
         return
-    bias = -factor * mean.double()
-    earlier_bias = _tensor(graph_module, bias_argument)
-    if earlier_bias is not None:
-        bias = bias + factor * earlier_bias.double()
-    if beta is not None:
-        bias = bias + beta.double()
+    bias = _folded_bias(factor, mean, beta, _tensor(graph_module, bias_argument))
     name = batch_norm.name
     with graph_module.graph.inserting_before(product):
         codes_node = _constant(graph_module, f"{name}_codes", folded.codes)

@@ -466,16 +466,13 @@ def _shared_statistics(descriptions: Sequence[_Description]) -> list[SharedStati
         for form_of_rank in _forms_by_name(forms_of_ranks):
             form, *other_forms = dict.fromkeys(form_of_rank.values())
             if other_forms:
-                for key in keys:
-                    for rank, rank_form in form_of_rank.items():
-                        differing.append((key, key_text(key, rank, _shown(rank_form))))
+                differing += _differing_forms(keys, form_of_rank)
                 continue
+            ranks = list(form_of_rank)
             blocks: list[torch.Tensor | None] = [None] * len(keys)
             if form.is_sparse:
-                blocks = []
-                for key in keys:
-                    blocks.append(union_of_blocks(descriptions[rank].occupied[key, form.name] for rank in form_of_rank))
-            statistics.append(SharedStatistic(form, keys, list(form_of_rank), blocks))
+                blocks = [_blocks_of_ranks(descriptions, ranks, key, form.name) for key in keys]
+            statistics.append(SharedStatistic(form, keys, ranks, blocks))
     refuse(
         [text for _, text in sorted(differing)],
         "ranks differ in the statistics of one module",
@@ -511,6 +508,27 @@ def _forms_by_name(forms_of_ranks: Sequence[Sequence[Form] | None]) -> list[dict
         for form in forms or ():
             by_name.setdefault(form.name, {})[rank] = form
     return [by_name[name] for name in sorted(by_name)]
+
+
+def _differing_forms(keys: Sequence[Key], form_of_rank: Mapping[int, Form]) -> list[tuple[Key, str]]:
+    """For the error about ranks that differ in a statistic: each of its observers, with the form that a rank has."""
+    differing = []
+    for key in keys:
+        for rank, form in form_of_rank.items():
+            differing.append((key, key_text(key, rank, _shown(form))))
+    return differing
+
+
+def _blocks_of_ranks(descriptions: Sequence[_Description], ranks: Sequence[int], key: Key, name: str) -> torch.Tensor:
+    """The indices of the blocks of a sparse statistic that are occupied on some rank.
+
+    Args:
+        descriptions: of all ranks.
+        ranks: those that have the statistic.
+        key: of the observer.
+        name: of the statistic.
+    """
+    return union_of_blocks(descriptions[rank].occupied[key, name] for rank in ranks)
 
 
 def _shown(form: Form) -> str:

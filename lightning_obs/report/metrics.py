@@ -94,8 +94,35 @@ def grid_error(
         zero_point = None if zero_point is None else _for_each_row(zero_point, view)
     flat = _as_matrix(view)
     levels = None if levels is None else _as_matrix(levels)
+    sums, code_counts = _sums_by_tiles(flat, scale, zero_point, args, levels, by_token)
+    low, high = torch.aminmax(flat)
+    total = ErrorSums(sums, low, high, code_counts)
+    return total if by_token else _with_one_row(total)
+
+
+def _sums_by_tiles(
+    flat: torch.Tensor,
+    scale: torch.Tensor,
+    zero_point: torch.Tensor | None,
+    args: QuantizationArgs,
+    levels: torch.Tensor | None,
+    by_token: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sums of a matrix, and how often each code stands in it; :func:`grid_error` calls this.
+
+    The rows are rounded in tiles that fit into a cache.
+
+    Args:
+        flat: ``(R, W)``.
+        scale: ``(R, 1)``, or ``(1, 1)`` for all rows.
+        zero_point: as ``scale``; None if symmetric.
+        args: number format and strategy.
+        levels: the numbers of the format ``(R, W)``; None: the nearest ones.
+        by_token: whether the ratio of signal to noise is computed for each row.
+    """
     sums = []
     code_counts = []
+    is_one_scale = scale.numel() == 1
     width = max(1, flat.shape[1])
     height = max(1, tile_size(flat.device, _TILE) // width)
     for start in range(0, len(flat), height):
@@ -110,13 +137,9 @@ def grid_error(
         tile_sums = _row_sums(tile, error, clipped, by_token)
         sums.append(tile_sums)
         code_counts.append(_count_codes(codes, tile.device))
-    low, high = torch.aminmax(flat)
     sums_of_tiles = torch.stack(sums)
-    all_sums = sums_of_tiles.sum(0)
     counts_of_tiles = torch.stack(code_counts)
-    all_code_counts = counts_of_tiles.sum(0)
-    total = ErrorSums(all_sums, low, high, all_code_counts)
-    return total if by_token else _with_one_row(total)
+    return sums_of_tiles.sum(0), counts_of_tiles.sum(0)
 
 
 def _as_matrix(view: torch.Tensor) -> torch.Tensor:

@@ -87,10 +87,7 @@ def quantize_checkpoint(
             else:
                 _quantize_share(files, new_folder, max_shard_size, ranks)
         with on_all_ranks(ranks):
-            written = sum(ranks.gather_object(files.tally.done))
-            if written != files.tally.total:
-                expected = f"{files.tally.total:,}"
-                raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
+            _require_all_written(files, ranks)
             unnamed.close()  # the folder takes its name
         grids = ranks.gather_object(files.grids)  # what the observer ``lattice`` found in the weights of each rank
     result = result_of(files.observation)
@@ -106,6 +103,14 @@ def _require_workers(workers: int | Collectives) -> None:
         return
     if not isinstance(workers, int) or isinstance(workers, bool) or workers < 1:
         raise CalibrationError("workers", got=repr(workers), expected="a whole number, one or more, or Collectives")
+
+
+def _require_all_written(files: QuantizedFiles, ranks: Collectives) -> None:
+    """Raise a CalibrationError unless all ranks together have written every byte. Every rank must call this."""
+    written = sum(ranks.gather_object(files.tally.done))
+    if written != files.tally.total:
+        expected = f"{files.tally.total:,}"
+        raise CalibrationError("tensors were not written", got=f"{written:,} bytes", expected=expected)
 
 
 def _require_no_data(options: CalibrationOptions) -> None:

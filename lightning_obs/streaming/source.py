@@ -185,6 +185,19 @@ class CheckpointSource:
             value = rows_of_expert(location.expert.origin, value[0], location.role, location.joined, is_bias)
         return value.to(self.meta(name).dtype).contiguous()
 
+    def _tensors_of(self, module_names: Iterable[str]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+        """The meta tensors of some modules that have data in the files; :meth:`loaded` replaces them.
+
+        Returns:
+            The dict of parameters or buffers that holds a tensor, its key there, and the tensor.
+        """
+        entries: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for module_name in module_names:
+            module = self.model.get_submodule(module_name)
+            for tensors in (module._parameters, module._buffers):
+                entries += [(tensors, key, meta) for key, meta in tensors.items() if id(meta) in self._name_by_id]
+        return entries
+
     @contextmanager
     def loaded(self, module_names: Iterable[str], device: torch.device | None = None) -> Iterator[None]:
         """Hold the parameters and buffers of some modules in memory inside a ``with`` block; tied ones are read once.
@@ -197,14 +210,10 @@ class CheckpointSource:
         """
         replaced: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         try:
-            for module_name in module_names:
-                module = self.model.get_submodule(module_name)
-                for tensors in (module._parameters, module._buffers):
-                    for key, meta in tensors.items():
-                        if id(meta) in self._name_by_id:
-                            value = self._load(meta, device)
-                            replaced.append((tensors, key, meta))
-                            tensors[key] = value
+            for tensors, key, meta in self._tensors_of(module_names):
+                value = self._load(meta, device)
+                replaced.append((tensors, key, meta))
+                tensors[key] = value
             yield
         finally:
             for tensors, key, meta in replaced:
