@@ -1,6 +1,6 @@
 """``observers="auto"``: in the first validation, choose the observer of each tensor by measurement.
 
-The model's inputs are kept while it runs. At its end :func:`~lightning_obs.choose_observers` scores the candidates on
+The model's inputs are kept while it runs. At its end :func:`~lightning_obs.choose_observers` measures the candidates on
 some of them, and a session with the chosen observers, which later validations use too, observes all kept inputs.
 """
 
@@ -32,7 +32,7 @@ from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.model.mark import keep_hook_out
 
-#: batches that candidates observe and are scored on, half of them each
+#: the batches of a choice: a half is observed, a quarter scores the candidates, on a quarter assignments are measured
 SCORED = 32
 #: kinds of a forward's parameters whose arguments can be passed by name
 _NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -159,6 +159,8 @@ class AutoObservers:
         for base_name, counts in self.choice.counts.items():
             tally = ", ".join(f"{observer} {count}" for observer, count in counts.most_common())
             rank_zero_info(f'observers="auto", {base_name}: {tally}')
+        for line in self.choice.lines:
+            rank_zero_info(line)
         chosen_session = CalibrationSession(model, self._chosen_options, collectives=session.collectives)
         chosen_session.attach()
         with left_as_it_was(model), torch.no_grad():

@@ -312,6 +312,7 @@ class Results:
             gathered["higher_is_better"] = self._quantized_metrics.higher_is_better
         if self._auto is not None and self._auto.choice is not None:
             gathered["scores"] = self._auto.choice.scores
+            gathered["scored"] = self._auto.choice.lines
         return Report.of(**{**gathered, **facts})
 
     def can_run(self, step: Step) -> bool:

@@ -1,9 +1,13 @@
 """Choose the observer of each weight and input by the loss of predictions on batches that were not observed.
 
 Candidates are the same scheme with other observers, that is, with other ranges. So they are scored as schemes are, by
-:mod:`.sensitivity`: the change of a layer's output, weighted by its effect on the model's predictions. Some batches are
-observed and the others are scored, so each batch is run once. All candidates are scored with the same random signs, so
-that small differences between them are no noise.
+:mod:`.sensitivity`: the change of a layer's output, weighted by its effect on the model's predictions. All candidates
+are scored with the same random signs, so that small differences between them are no noise.
+
+Such an estimate adds up what each layer does alone, to second order. A range that clips few, large values does more
+harm than that once all layers have such ranges. So nothing is taken by the estimate alone: each candidate for all
+tensors, and the choices by tensor among the best two, three... of them, run with the whole model quantized, on batches
+that were neither observed nor scored (:mod:`.whole_model`), and the one that moves the predictions least is taken.
 
 Modules that an engine fuses get the same observer for their inputs, and the same for their weights.
 
@@ -12,9 +16,10 @@ Modules that an engine fuses get the same observer for their inputs, and the sam
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
@@ -25,7 +30,14 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.choice.mixed_precision import config_of
-from lightning_obs.choice.sensitivity import Batches, Group, Sensitivity, candidate_options, sensitivity
+from lightning_obs.choice.sensitivity import (
+    Batches,
+    Group,
+    Sensitivity,
+    candidate_options,
+    sensitivity_and_twins,
+)
+from lightning_obs.choice.whole_model import Names, combined, whole_divergences
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import SchemeLike, config_groups
 
@@ -57,61 +69,141 @@ CLEARLY = 0.8
 Candidates: TypeAlias = Mapping[str, Sequence[str | Mapping[str, Any]]]
 #: the fields of a QuantizationScheme, by base name
 _FIELDS = {"input": "input_activations", "weight": "weights"}
+#: the label of the assignment that chooses among all candidates
+BY_TENSOR = "by tensor"
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A candidate for each weight, or for each input: the same one for all modules, or chosen by tensor.
+
+    :func:`choose_observers` measures several for each base name, and takes one.
+
+    Attributes:
+        label: the candidate's label if all modules have it; else ``"by tensor"``, or ``"by tensor, best 2"`` where the
+            choice was among the two candidates that, for all modules, measured best.
+        candidates: by module name, the label of the candidate.
+        loss: the estimated loss, in nats per token on the batches that were scored.
+        divergence: what was measured with the whole model quantized, in nats per token; infinite if the quantized
+            model's logits were not finite.
+    """
+
+    label: str
+    candidates: dict[str, str]
+    loss: float
+    divergence: float = float("nan")
+
+    @property
+    def is_by_tensor(self) -> bool:
+        """Whether the candidates were chosen by tensor; asked where an assignment is compared with the other kind."""
+        return self.label.startswith(BY_TENSOR)
+
+
+#: takes candidates by module and base name, several times, and measures the divergence with each
+_Measure: TypeAlias = Callable[[Sequence[Names]], list[float]]
 
 
 @dataclass(frozen=True)
 class ObserverChoice:
-    """The result of :func:`choose_observers`: the observer of each tensor, and the estimated losses.
+    """The result of :func:`choose_observers`: the observer of each tensor, what was estimated, and what was measured.
 
     Attributes:
         config: the scheme with the chosen observers: a group for each combination that was chosen.
         observers: by module name and base name, the observer's name and hyperparameters.
-        losses: by base name and candidate, the estimated loss if all modules have the candidate, in nats per token on
-            the batches that were scored.
-        chosen: by base name, the estimated loss of the choice; never above that of any candidate.
+        assignments: by base name, all assignments that were measured: first one for each candidate.
+        taken: by base name, the assignment with the least divergence. Inputs are decided first, with the weights'
+            observer that the scheme has; then weights, with the inputs that were taken.
+        batches: the number of batches on which divergences were measured.
+        are_kept_out: whether these batches were neither observed nor scored. False if there was only one batch beside
+            those that were observed: it was scored, too.
     """
 
     config: QuantizationConfig
     observers: dict[str, dict[str, dict[str, Any]]]
-    losses: dict[str, dict[str, float]]
-    chosen: dict[str, float]
+    assignments: dict[str, list[Assignment]]
+    taken: dict[str, Assignment]
+    batches: int = 0
+    are_kept_out: bool = True
+
+    @property
+    def losses(self) -> dict[str, dict[str, float]]:
+        """By base name and candidate, the estimated loss if all modules have the candidate; for users."""
+        losses: dict[str, dict[str, float]] = {}
+        for base_name, assignments in self.assignments.items():
+            losses[base_name] = {entry.label: entry.loss for entry in assignments if not entry.is_by_tensor}
+        return losses
+
+    @property
+    def divergences(self) -> dict[str, dict[str, float]]:
+        """By base name and label of the assignment, the measured divergence; for users. That of the choice is least."""
+        divergences: dict[str, dict[str, float]] = {}
+        for base_name, assignments in self.assignments.items():
+            divergences[base_name] = {entry.label: entry.divergence for entry in assignments}
+        return divergences
 
     @property
     def counts(self) -> dict[str, Counter[str]]:
-        """By base name, how many tensors got each candidate; for :attr:`scores`."""
-        counts: dict[str, Counter[str]] = {}
-        for base_name in self.losses:
-            counts[base_name] = Counter()
-        for specs in self.observers.values():
-            for base_name, spec in specs.items():
-                label = _label(spec)
-                counts[base_name][label] += 1
-        return counts
+        """By base name, how many tensors got each candidate; for :attr:`scores`, and for the callback's message."""
+        return {base_name: Counter(taken.candidates.values()) for base_name, taken in self.taken.items()}
+
+    @property
+    def lines(self) -> list[str]:
+        """A sentence for each base name: what was taken, and what it was compared with.
+
+        The callback and the command line show them at the end of the choice, in the closing lines and on the page.
+        """
+        return [self._line(base_name) for base_name in self.taken]
+
+    def _line(self, base_name: str) -> str:
+        """The sentence about one base name; :attr:`lines` calls it."""
+        taken = self.taken[base_name]
+        how = taken.label if taken.is_by_tensor else f"{taken.label} for all"
+        line = f"{base_name} observers: {how}, divergence {taken.divergence:.3g} nats"
+        others = [entry for entry in self.assignments[base_name] if entry.is_by_tensor != taken.is_by_tensor]
+        if others:
+            other = min(others, key=_divergence)
+            name = other.label if other.is_by_tensor else f"the best for all, {other.label}"
+            line += f"; {name}: {other.divergence:.3g}"
+        if not self.are_kept_out:
+            return f"{line}. Measured with all layers quantized, on the batch that was scored, too: give more batches"
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        return f"{line}. Measured with all layers quantized, on {batches} kept out of the estimates"
 
     def table(self) -> Table:
-        """The candidates and the choice, as a table for ``rich.print``; the command line prints it after the choice."""
+        """The assignments and the choice, as a table for ``rich.print``; the command line prints it."""
         table = Table("of", "observer", title="observers", title_justify="left", box=None, pad_edge=False)
-        table.add_column("estimated loss", justify="right")
-        table.add_column("tensors", justify="right")
+        for title in ("estimated loss", "measured", "tensors"):
+            table.add_column(title, justify="right")
         for row in self.scores:
-            loss = f"{row['loss']:.4g}"
+            observer = f"{row['observer']} (chosen)" if row["chosen"] else row["observer"]
             tensors = str(row["tensors"])
-            table.add_row(row["of"], row["observer"], loss, tensors)
+            table.add_row(row["of"], observer, f"{row['loss']:.4g}", f"{row['measured']:.4g}", tensors)
         return table
 
     @property
     def scores(self) -> list[dict[str, Any]]:
-        """A dict for each candidate and for the choice: ``{"of", "observer", "loss", "tensors"}``.
+        """A dict for each assignment: ``{"of", "observer", "loss", "measured", "tensors", "chosen"}``.
 
-        Read by :meth:`table`, and by the callback (``callbacks/results.py``) and the command line for their reports.
+        ``tensors`` is how many tensors the choice gives the candidate; of an assignment by tensor all of them, if it is
+        the choice. Read by :meth:`table`, and by the callback (``callbacks/results.py``) and the command line for their
+        reports.
         """
         rows = []
-        for base_name, losses in self.losses.items():
-            tensors = self.counts[base_name]
-            for label, loss in losses.items():
-                rows.append({"of": base_name, "observer": label, "loss": loss, "tensors": tensors[label]})
-            total = {"observer": "chosen by tensor", "loss": self.chosen[base_name], "tensors": tensors.total()}
-            rows.append({"of": base_name, **total})
+        for base_name, assignments in self.assignments.items():
+            counts = self.counts[base_name]
+            for assignment in assignments:
+                is_chosen = assignment is self.taken[base_name]
+                row = {
+                    "of": base_name,
+                    "observer": assignment.label,
+                    "loss": assignment.loss,
+                    "measured": assignment.divergence,
+                    "tensors": counts[assignment.label],
+                    "chosen": is_chosen,
+                }
+                if is_chosen:
+                    row["tensors"] = counts.total()
+                rows.append(row)
         return rows
 
 
@@ -133,13 +225,14 @@ def choose_observers(
 
     Args:
         model: a module whose output is logits; it is not changed.
-        batches: batches to observe. Without ``held_out``, every second batch is scored and not observed.
+        batches: batches to observe. Without ``held_out``, every second batch is not observed.
         scheme: the scheme whose observers are chosen: the name of a preset, a config, or all options of a calibration;
             its kv cache stays as it is.
         candidates: by base name (input, weight), names of observers, or dicts of name and hyperparameters. A dict for a
             weight may hold ``rounding``, too: ``{"name": "hessian", "signed": True, "rounding": "gptq"}``; without it,
             weights are rounded as the scheme says. Default: the candidates of :data:`CANDIDATES` that fit the scheme.
-        held_out: batches to score on.
+        held_out: batches that are not observed. Every second of them is not scored either: on those the assignments
+            are measured. If there is only one, it is scored and measured on.
         seed: the seed of the random signs with which losses are estimated; all candidates get the same signs.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
@@ -159,75 +252,121 @@ def choose_observers(
     all_batches = list(batches)
     if held_out is None:
         observed_batches = all_batches[0::2]
-        scored_batches = all_batches[1::2]
+        other_batches = all_batches[1::2]
     else:
         observed_batches = all_batches
-        scored_batches = list(held_out)
-    if not observed_batches or not scored_batches:
+        other_batches = list(held_out)
+    if not observed_batches or not other_batches:
         raise CalibrationError(
             "observers are compared on batches that they did not observe",
             got="too few batches",
             expected="at least two, or held_out",
         )
+    scored_batches = other_batches[0::2]
+    kept_out_batches = other_batches[1::2]
+    measured_batches = kept_out_batches or scored_batches
     schemes: dict[str, Any] = {}
     for base_name, specs in candidates_by_base.items():
         for label, spec in specs.items():
             key = _key(base_name, label)
             schemes[key] = _candidate(choice_options, base_name, spec)
-    measured = sensitivity(
-        model, scored_batches, schemes, calibration=observed_batches, seed=seed, **choice_options.beside_scheme
+    measured, twins = sensitivity_and_twins(
+        model, scored_batches, schemes, observed_batches, seed, choice_options.beside_scheme
     )
-    return _choose(measured, candidates_by_base, choice_options.config)
+
+    def measure(names_of_assignments: Sequence[Names]) -> list[float]:
+        calibrations = [combined(twins, names) for names in names_of_assignments]
+        return whole_divergences(model, measured_batches, calibrations)
+
+    choice = _choose(measured, candidates_by_base, choice_options.config, measure)
+    return replace(choice, batches=len(measured_batches), are_kept_out=bool(kept_out_batches))
 
 
 def _choose(
-    measured: Sensitivity, candidates: Mapping[str, Mapping[str, _ObserverSpec]], config: QuantizationConfig
+    measured: Sensitivity,
+    candidates: Mapping[str, Mapping[str, _ObserverSpec]],
+    config: QuantizationConfig,
+    measure: _Measure,
 ) -> ObserverChoice:
-    """Give each group of modules the overall best candidate, or its own best candidate if that is clearly better.
+    """Measure assignments of each base name, and take the one with the least divergence.
 
     Args:
-        measured: the losses of all candidates, whose names are those that :func:`_key` makes.
+        measured: the estimated losses of all candidates, whose names are those that :func:`_key` makes.
         candidates: the observers to choose from, by base name and label.
         config: the scheme whose observers are chosen.
+        measure: measures divergences.
     """
-    losses: dict[str, dict[str, float]] = {}
-    loss_of_choice: dict[str, float] = {}
-    labels: dict[str, dict[str, str]] = {}  # by module and base name
-    for base_name, specs in candidates.items():
-        keys = {label: _key(base_name, label) for label in specs}
-        total_losses = _total_losses(measured, keys)
-        losses[base_name] = total_losses
-        overall_best = min(total_losses, key=total_losses.__getitem__)
-        loss_of_choice[base_name] = 0.0
-        for group in measured.groups:
-            label = _best_in_group(group, keys, overall_best)
-            key = keys[label]
-            loss_of_choice[base_name] += group.losses[key]
-            for module_name in group.names:
-                labels.setdefault(module_name, {})[base_name] = label
+    assignments: dict[str, list[Assignment]] = {}
+    taken: dict[str, Assignment] = {}
+    names: Names = {}  # of the candidates that are taken
+    for base_name in candidates:
+        assignments[base_name] = _measured_assignments(base_name, list(candidates[base_name]), measured, names, measure)
+        taken[base_name] = min(assignments[base_name], key=_divergence)
+        names = _names_with(names, base_name, taken[base_name])
     observers: dict[str, dict[str, dict[str, Any]]] = {}
+    labels: dict[str, dict[str, str]] = {}
     for group in measured.groups:
         for module_name in group.names:
+            labels[module_name] = {base_name: taken[base_name].candidates[module_name] for base_name in taken}
             observers[module_name] = {}
             for base_name, label in labels[module_name].items():
                 spec = candidates[base_name][label]
                 observers[module_name][base_name] = dict(spec)
     chosen_config = _config_with(labels, measured, config)
-    return ObserverChoice(config=chosen_config, observers=observers, losses=losses, chosen=loss_of_choice)
+    return ObserverChoice(config=chosen_config, observers=observers, assignments=assignments, taken=taken)
 
 
-def _total_losses(measured: Sensitivity, keys: Mapping[str, str]) -> dict[str, float]:
-    """By label, the sum of a candidate's losses over all groups.
+def _measured_assignments(
+    base_name: str, labels: Sequence[str], measured: Sensitivity, names: Names, measure: _Measure
+) -> list[Assignment]:
+    """Measure each candidate for all modules; then the choices by tensor among the best two, three... of them.
+
+    A choice by tensor that equals an assignment before it is left out.
 
     Args:
-        measured: the losses.
-        keys: by label, the name of the candidate in ``measured``.
+        base_name: input or weight.
+        labels: of the candidates.
+        measured: the estimated losses.
+        names: of the candidates that are taken for other base names already, which all assignments have.
+        measure: measures divergences.
     """
-    totals = dict.fromkeys(keys, 0.0)
-    for group in measured.groups:
-        for label, key in keys.items():
-            totals[label] += group.losses[key]
-    return totals
+
+    def with_divergences(assignments: Sequence[Assignment]) -> list[Assignment]:
+        all_names = [_names_with(names, base_name, assignment) for assignment in assignments]
+        divergences = measure(all_names) if all_names else []
+        return list(map(_with_divergence, assignments, divergences))
+
+    singles = [_assignment(label, base_name, [label], measured.groups) for label in labels]
+    measured_singles = with_divergences(singles)
+    ranked = sorted(measured_singles, key=_divergence)
+    by_tensor: list[Assignment] = []
+    for count in range(2, len(ranked) + 1):
+        best_labels = [assignment.label for assignment in ranked[:count]]
+        name = BY_TENSOR if count == len(ranked) else f"{BY_TENSOR}, best {count}"
+        assignment = _assignment(name, base_name, best_labels, measured.groups)
+        if all(assignment.candidates != other.candidates for other in (*singles, *by_tensor)):
+            by_tensor.append(assignment)
+    return [*measured_singles, *with_divergences(by_tensor)]
+
+
+def _assignment(name: str, base_name: str, labels: Sequence[str], groups: Sequence[Group]) -> Assignment:
+    """Give each group the first candidate, or its own best candidate if that is clearly better by the estimate.
+
+    Args:
+        name: the label of the assignment.
+        base_name: input or weight.
+        labels: of the candidates, the overall best one first.
+        groups: have the estimated losses.
+    """
+    keys = {label: _key(base_name, label) for label in labels}
+    candidates: dict[str, str] = {}
+    loss = 0.0
+    for group in groups:
+        label = _best_in_group(group, keys, overall_best=labels[0])
+        key = keys[label]
+        loss += group.losses[key]
+        candidates.update(dict.fromkeys(group.names, label))
+    return Assignment(name, candidates, loss)
 
 
 def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> str:
@@ -237,6 +376,24 @@ def _best_in_group(group: Group, keys: Mapping[str, str], overall_best: str) -> 
     if losses[best] > CLEARLY * losses[overall_best]:
         return overall_best
     return best
+
+
+def _with_divergence(assignment: Assignment, divergence: float) -> Assignment:
+    """The assignment with what was measured; a divergence that is not a number is infinite, so it is never taken."""
+    return replace(assignment, divergence=divergence if math.isfinite(divergence) else math.inf)
+
+
+def _divergence(assignment: Assignment) -> float:
+    """The measured divergence, by which assignments are compared."""
+    return assignment.divergence
+
+
+def _names_with(names: Names, base_name: str, assignment: Assignment) -> Names:
+    """The names of candidates by module and base name, with those of an assignment in addition."""
+    extended: Names = {}
+    for module_name, label in assignment.candidates.items():
+        extended[module_name] = {**names.get(module_name, {}), base_name: _key(base_name, label)}
+    return extended
 
 
 def _config_with(

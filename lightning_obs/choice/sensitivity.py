@@ -163,6 +163,22 @@ def sensitivity(
         >>> [group.names for group in measured.groups], measured.groups[0].sizes
         ([('0',), ('2',)], {'int8': 320, 'none': 1024})
     """
+    measured, _ = sensitivity_and_twins(model, batches, schemes, calibration, seed, options)
+    return measured
+
+
+def sensitivity_and_twins(
+    model: nn.Module,
+    batches: Batches | None,
+    schemes: Schemes,
+    calibration: Batches | None,
+    seed: int,
+    options: OptionKeywords,
+) -> tuple[Sensitivity, Twins]:
+    """Return the result of :func:`sensitivity`, whose arguments these are, and the twins that were measured.
+
+    :func:`.choose_observers` calls it, to run its choice as a whole with the qparams of the twins.
+    """
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
@@ -186,7 +202,7 @@ def sensitivity(
         tokens = 0
     else:
         losses, tokens = divergences(model, measured_batches, twins, measured_sets, seed)
-    return Sensitivity(
+    measured = Sensitivity(
         groups=[_group(modules, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
         schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
@@ -195,6 +211,7 @@ def sensitivity(
         tokens=tokens,
         alone=_need_one_scheme(sessions.values(), groups[0], engines),
     )
+    return measured, twins
 
 
 def _all_fused_sets(engine: Engine, own_sets: FusedSets) -> FusedSets:

@@ -107,9 +107,10 @@ class Decisions:
         frontier: the points of the page's picture of loss against size,
             ``{"name", "bits_per_weight", "bytes", "loss"}``; a point may have ``"mark"``: ``"chosen"``, ``"measured"``
             or ``"full precision"``.
-        scores: the scores of the observers that were tried, ``{"of", "observer", "loss", "tensors"}``: the base name of
-            the tensors (``"weight"``, ``"input"``), the observer, the loss with it, and how many tensors it was chosen
-            for.
+        scores: the assignments of observers that were tried, ``{"of", "observer", "loss", "measured", "tensors",
+            "chosen"}``: the base name of the tensors (``"weight"``, ``"input"``), the observer, the estimated loss and
+            the measured divergence with it, how many tensors it was chosen for, and whether the assignment was taken.
+        scored: sentences about what was taken, and on which data that was measured.
     """
 
     sensitivity: Mapping[str, float] = field(default_factory=dict)
@@ -118,6 +119,7 @@ class Decisions:
     choices: Mapping[str, str] = field(default_factory=dict)
     frontier: Sequence[Mapping[str, Any]] = ()
     scores: Sequence[Mapping[str, Any]] = ()
+    scored: Sequence[str] = ()
 
 
 @dataclass

@@ -193,6 +193,7 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
     data["sensitivity_unit"] = report.decisions.sensitivity_unit
     data["frontier"] = report.decisions.frontier
     data["scores"] = report.decisions.scores
+    data["scored"] = report.decisions.scored
     data["judgement"] = asdict(judgement)
     data["judgement"]["numbers"] = [number._asdict() for number in judgement.numbers]
     data["sizes"] = report.written.sizes

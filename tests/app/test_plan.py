@@ -71,7 +71,9 @@ def test_observers_are_chosen_calibrated_and_written_for_a_later_run(composed, c
     first = run(composed("task=observers", "scheme=int8_static", candidates, "export=none"))
     title = json.loads((tmp_path / "run" / "report.json").read_text())["title"]
     assert title.startswith("INT8_STATIC with observers chosen by measurement \N{MIDDLE DOT} ")
-    assert "chosen by tensor" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "(chosen)" in printed
+    assert "on the batch that was scored, too" in printed  # two batches: one is observed
     folder = f"--config-dir={tmp_path / 'run' / 'configs'}"
     again = command_line(folder, "scheme=observers", "export=none", "output_dir=again")
     assert again.returncode == 0, again.stderr

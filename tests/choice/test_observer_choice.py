@@ -11,6 +11,7 @@ from lightning_obs import (
     CalibrationOptions,
     CalibrationSession,
     choose_observers,
+    quantized,
 )
 from lightning_obs.choice.observer_choice import _choose, fitting_candidates
 from lightning_obs.choice.sensitivity import Group, Sensitivity, sensitivity
@@ -50,17 +51,18 @@ def test_a_range_that_clips_what_matters_is_not(classifier):
     assert {of_module["input"]["name"] for of_module in choice.observers.values()} == {"static_minmax"}
 
 
-def test_the_choice_is_never_worse_than_any_candidate_on_what_was_held_out(classifier, outliers):
+def test_the_choice_is_never_worse_than_any_candidate_on_what_was_kept_out(classifier, outliers):
     choice = choose_observers(classifier, outliers, "INT8_STATIC")
-    assert set(choice.losses) == {"input", "weight"}
-    assert "static_minmax" in choice.losses["input"]
-    for base_name, losses in choice.losses.items():
-        assert choice.chosen[base_name] <= min(losses.values())
+    assert set(choice.divergences) == {"input", "weight"}
+    assert "static_minmax" in choice.divergences["input"]
+    for base_name, divergences in choice.divergences.items():
+        assert choice.taken[base_name].divergence == min(divergences.values())
+        assert set(choice.losses[base_name]) <= set(divergences)
 
 
 def test_the_losses_are_those_of_the_batches_that_were_held_out(classifier, outliers):
     choice = choose_observers(classifier, outliers, "INT8_STATIC", {"input": ["static_minmax"]})
-    measured = sensitivity(classifier, outliers[1::2], {"x": "INT8_STATIC"}, calibration=outliers[0::2])
+    measured = sensitivity(classifier, outliers[1::4], {"x": "INT8_STATIC"}, calibration=outliers[0::2])
     total = sum(group.losses["x"] for group in measured.groups)
     assert choice.losses["input"]["static_minmax"] == pytest.approx(total)
 
@@ -97,7 +99,8 @@ def test_the_table_says_by_how_much(classifier, outliers):
     with console.capture() as shown:
         console.print(choice.table())
     assert f"{choice.losses['input']['minmax']:.4g}" in shown.get()
-    assert f"{choice.chosen['input']:.4g}" in shown.get()
+    assert f"{choice.divergences['input']['minmax']:.4g}" in shown.get()
+    assert f"{choice.taken['input'].label} (chosen)" in shown.get()
     assert shown.get().startswith("observers")
 
 
@@ -149,22 +152,165 @@ def test_observers_auto_names_the_way():
         CalibrationOptions("INT8_STATIC", observers="auto")
 
 
-def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
+def chosen_by(losses, measure, of=("input",)):
+    """The choice for made-up losses, by module and observer, and a made-up measurement of assignments."""
     (scheme,) = resolve_config("INT8_STATIC").config_groups.values()
-    tried = {"input": {name: {"name": name} for name in ("static_minmax", "minmax")}}
+    labels = list(next(iter(losses.values())))
+    tried = {base_name: {label: {"name": label} for label in labels} for base_name in of}
+    groups = []
+    for name, loss_by_label in losses.items():
+        loss_by_key = {f"{base_name}: {label}": loss for base_name in of for label, loss in loss_by_label.items()}
+        groups.append(Group((name,), 8, loss_by_key, {}))
+    schemes = {key: dict.fromkeys(losses, scheme) for key in groups[0].losses}
+    return _choose(Sensitivity(groups, {}, schemes), tried, resolve_config("INT8_STATIC"), measure)
+
+
+def names_of(choice, base_name="input"):
+    return {module_name: specs[base_name]["name"] for module_name, specs in choice.observers.items()}
+
+
+def test_a_tensor_leaves_the_overall_best_observer_only_for_one_that_is_clearly_better():
     losses = {"overall": (1.0, 5.0), "little": (1.0, 0.9), "clearly": (1.0, 0.5)}
-    groups = [
-        Group((name,), 8, {"input: static_minmax": first, "input: minmax": second}, {})
-        for name, (first, second) in losses.items()
-    ]
-    schemes = {f"input: {name}": dict.fromkeys(losses, scheme) for name in tried["input"]}
-    choice = _choose(Sensitivity(groups, {}, schemes), tried, resolve_config("INT8_STATIC"))
-    assert {name: of["input"]["name"] for name, of in choice.observers.items()} == {
-        "overall": "static_minmax",
-        "little": "static_minmax",
-        "clearly": "minmax",
-    }
-    assert choice.chosen == {"input": 2.5}
+    losses = {name: dict(zip(("static_minmax", "minmax"), pair, strict=True)) for name, pair in losses.items()}
+
+    def as_estimated(assignments):
+        sums = []
+        for names in assignments:
+            sums.append(sum(losses[name][keys["input"].removeprefix("input: ")] for name, keys in names.items()))
+        return sums
+
+    choice = chosen_by(losses, as_estimated)
+    assert names_of(choice) == {"overall": "static_minmax", "little": "static_minmax", "clearly": "minmax"}
+    assert choice.divergences == {"input": {"static_minmax": 3.0, "minmax": 6.4, "by tensor": 2.5}}
+    assert choice.taken["input"].loss == 2.5
+
+
+#: by the estimate, percentile is the best of the first module, and minmax that of the second
+MISLEADING = {
+    "first": {"static_minmax": 1.0, "minmax": 0.9, "percentile": 0.1},
+    "second": {"static_minmax": 1.0, "minmax": 0.5, "percentile": 0.4},
+}
+
+
+def measured_as(static_minmax, minmax, percentile, mixed):
+    """Measures each candidate alone, and each choice by tensor: ``mixed`` by what the two modules have."""
+    alone = {"static_minmax": static_minmax, "minmax": minmax, "percentile": percentile}
+
+    def measure(assignments):
+        values = []
+        for names in assignments:
+            labels = tuple(keys["input"].removeprefix("input: ") for keys in names.values())
+            values.append(alone[labels[0]] if len(set(labels)) == 1 else mixed[labels])
+        return values
+
+    return measure
+
+
+def test_a_choice_by_tensor_that_is_worse_as_a_whole_gives_way_to_the_best_observer_for_all():
+    mixed = {("static_minmax", "minmax"): 0.8, ("percentile", "static_minmax"): 7.0, ("percentile", "minmax"): 9.0}
+    choice = chosen_by(MISLEADING, measured_as(0.7, 0.75, 5.0, mixed))
+    assert names_of(choice) == {"first": "static_minmax", "second": "static_minmax"}
+    assert choice.taken["input"].label == "static_minmax"
+    (line,) = choice.lines
+    assert line.startswith(
+        "input observers: static_minmax for all, divergence 0.7 nats; by tensor, best 2: 0.8. Measured"
+    )
+
+
+def test_a_choice_by_tensor_without_the_candidates_that_are_worst_as_a_whole_is_tried():
+    mixed = {("static_minmax", "minmax"): 0.5, ("percentile", "minmax"): 9.0, ("percentile", "percentile"): 5.0}
+    choice = chosen_by(MISLEADING, measured_as(0.7, 0.75, 5.0, mixed))
+    assert names_of(choice) == {"first": "static_minmax", "second": "minmax"}
+    assert choice.taken["input"].label == "by tensor, best 2"
+    (line,) = choice.lines
+    assert "by tensor, best 2, divergence 0.5 nats; the best for all, static_minmax: 0.7." in line
+
+
+def test_what_gives_no_finite_logits_is_not_taken():
+    mixed = {("static_minmax", "minmax"): float("nan"), ("percentile", "minmax"): float("nan")}
+    choice = chosen_by(MISLEADING, measured_as(float("nan"), 3.0, float("inf"), mixed))
+    assert choice.taken["input"].label == "minmax"
+
+
+def test_weights_are_measured_with_the_inputs_that_were_taken():
+    measured = []
+
+    def measure(assignments):
+        measured.extend(assignments)
+        return [float(names["first"]["input"] != "input: minmax") for names in assignments]
+
+    choice = chosen_by({"first": {"static_minmax": 1.0, "minmax": 1.0}}, measure, of=("input", "weight"))
+    assert names_of(choice) == {"first": "minmax"}
+    of_weights = [names["first"] for names in measured if "weight" in names["first"]]
+    assert [names["weight"] for names in of_weights] == ["weight: static_minmax", "weight: minmax"]
+    assert {names["input"] for names in of_weights} == {"input: minmax"}
+
+
+def whole_divergence(model, config, observed, batches):
+    """What an assignment's divergence is, in other words: calibrate, run quantized, compare the log-probabilities."""
+    with CalibrationSession(model, config), torch.no_grad():
+        for batch in observed:
+            model(batch)
+    divergences = []
+    for batch in batches:
+        with torch.no_grad():
+            original = model(batch).log_softmax(-1)
+            with quantized(model):
+                predicted = model(batch).log_softmax(-1)
+        divergences.append((original.exp() * (original - predicted)).sum(-1).mean())
+    return torch.stack(divergences).mean().item()
+
+
+INT4_STATIC = {**CHANNELS, "input_activations": {"num_bits": 4, "strategy": "tensor"}}
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [["memoryless_mse"], [{"name": "hessian", "signed": True, "rounding": "gptq"}]],
+    ids=["scales", "rounded"],
+)
+@pytest.mark.parametrize("scale", [1, 30])
+def test_the_divergence_of_the_choice_is_that_of_its_calibration(weight, scale):
+    torch.manual_seed(scale)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
+    x = torch.randn(8, 64, 32)
+    x[:, ::20] *= scale
+    choice = choose_observers(model, x, INT4_STATIC, {"input": ["histogram", "minmax"], "weight": weight})
+    assert (choice.batches, choice.are_kept_out) == (2, True)
+    expected = whole_divergence(model, choice.config, x[0::2], x[3::4])
+    assert choice.taken["weight"].divergence == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_divergence_of_each_observer_is_that_of_its_calibration(classifier, outliers):
+    candidates = {"input": [{"name": "percentile", "percentile": 80.0}]}
+    choice = choose_observers(classifier, outliers, "INT8_STATIC", candidates)
+    options = CalibrationOptions("INT8_STATIC", observers={"input": candidates["input"][0]})
+    expected = whole_divergence(classifier, options, outliers[0::2], outliers[3::4])
+    assert choice.divergences["input"]["percentile(percentile=80.0)"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_one_batch_that_is_not_observed_scores_and_measures_and_the_line_says_so(classifier, outliers):
+    few = choose_observers(classifier, outliers[:2], "INT8_STATIC", {"input": ["minmax"]})
+    assert (few.batches, few.are_kept_out) == (1, False)
+    assert few.lines[0].endswith("on the batch that was scored, too: give more batches")
+    more = choose_observers(classifier, outliers[:1], "INT8_STATIC", {"input": ["minmax"]}, held_out=outliers[1:4])
+    assert (more.batches, more.are_kept_out) == (1, True)
+    assert more.lines[0].endswith("on 1 batch kept out of the estimates")
+
+
+def test_a_choice_leaves_the_model_and_its_calibration_as_they_were(classifier, outliers):
+    with CalibrationSession(classifier, "W8A8"):
+        pass
+    classifier.train()
+    scales = classifier[0].weight_scale
+    attributes = [set(vars(module)) for module in classifier.modules()]
+    torch.manual_seed(0)
+    random_numbers = torch.get_rng_state()
+    choose_observers(classifier, outliers, "INT8_STATIC", {"input": ["minmax"]})
+    assert classifier[0].weight_scale is scales
+    assert [set(vars(module)) for module in classifier.modules()] == attributes
+    assert all(module.training for module in classifier.modules())
+    assert torch.equal(torch.get_rng_state(), random_numbers)
 
 
 def test_a_kv_cache_is_left_as_it_is(tiny_llama, batches):

@@ -198,7 +198,9 @@ def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_who
     names = ["encoder", "head", "extra.proj"]
     errors = [LayerError(name, nothing, nothing) for name in names]
     report = Report.of("odd", errors=errors, metrics={"loss": (0.0, float("nan"))}, sensitivity={"head": float("inf")})
-    report.decisions.scores = [{"of": "input", "observer": "mse", "loss": float("nan"), "tensors": 2}]
+    report.decisions.scores = [
+        {"of": "input", "observer": "mse", "loss": float("nan"), "measured": float("nan"), "tensors": 2}
+    ]
     report.decisions.frontier = [
         {"name": name, "bits_per_weight": 4, "loss": loss} for name, loss in (("a", float("nan")), ("b", 0))
     ]
@@ -217,7 +219,11 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
     report = made_up(
         210,
         frontier=[{"name": n, "mark": n, "bits_per_weight": bits, "loss": loss} for n, bits, loss in points],
-        scores=[{"of": "input", "observer": name, "loss": loss, "tensors": 3} for name, loss in (("a", 2.0), ("b", 1))],
+        scores=[
+            {"of": "input", "observer": name, "loss": 9.0, "measured": value, "tensors": 3, "chosen": name == "b"}
+            for name, value in (("a", 2.0), ("b", 1))
+        ],
+        scored=["input observers: b for all"],
         kinds={"embeddings": (2**20, 2**20), "quantized weights": (2**22, 2**20)},
         curves=[{"step": at, "val_loss": 2.0 - at, "val_loss_quantized": 2.1 - at} for at in range(3)],
     )
@@ -234,7 +240,9 @@ def test_a_plan_observers_bytes_and_curves_each_have_their_picture(tmp_path, bro
     ]
     assert browser.run("document.querySelectorAll('.chosen-mark, figure .ring').length") == 2
     assert browser.run("document.querySelector('#map [aria-pressed=true]').textContent") == "choice"
-    assert "32 bits per weight, loss 0." in browser.run("document.getElementById('pictures').textContent")
+    shown = browser.run("document.getElementById('pictures').textContent")
+    assert "32 bits per weight, loss 0." in shown
+    assert "input observers: b for all. What was chosen is orange" in shown
     heard = browser.heard()
     assert ("image", "after: 2.00 MiB") in heard
     assert ("image", "val_loss") in heard
@@ -290,7 +298,8 @@ def test_runs_of_almost_one_size_lie_together_above_the_line_of_full_precision(t
 
 @in_chromium
 def test_the_page_of_chosen_observers_begins_with_them(tmp_path, browser):
-    scores = [{"of": "input", "observer": "histogram(criterion=entropy)", "loss": 1.0, "tensors": 6}]
+    score = {"observer": "histogram(criterion=entropy)", "loss": 1.0, "measured": 1.0, "tensors": 6, "chosen": True}
+    scores = [{"of": "input", **score}]
     report = made_up(6, choices={}, frontier=[], scores=scores)
     report.layers = {
         error.name: LayerFacts("int8", 8, 8, "mse", "minmax", 2, 1, 0, [], None) for error in report.errors
@@ -404,7 +413,7 @@ def test_the_map_begins_with_a_view_that_has_values(tmp_path, browser):
 @in_chromium
 def test_one_large_bar_does_not_hide_the_others(tmp_path, browser):
     scores = [
-        {"of": "input", "observer": name, "loss": loss, "tensors": 1}
+        {"of": "input", "observer": name, "loss": 1.0, "measured": loss, "tensors": 1}
         for name, loss in (("a", 1000.0), ("b", 2.0), ("c", 1.0))
     ]
     report = made_up(6, choices={}, frontier=[], scores=scores)

@@ -6,7 +6,8 @@ like any other: ``--config-dir <output folder>/configs scheme=plan`` (or ``schem
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lightning_obs.choice.mixed_precision import (
     plan_of,
     require_solver,
 )
-from lightning_obs.choice.observer_choice import choose_observers, fitting_candidates
+from lightning_obs.choice.observer_choice import ObserverChoice, choose_observers, fitting_candidates
 from lightning_obs.choice.sensitivity import Sensitivity, candidate_options, sensitivity
 from lightning_obs.errors import CalibrationError, refuse_unknown
 from lightning_obs.files.write import write_text
@@ -41,19 +42,22 @@ _CHOOSE_FIRST = "choose with trainer.devices=1, then calibrate with the scheme t
 class Observers(Calibrate):
     """``task=observers``: choose the observer of each weight and input.
 
-    The candidates observe every second calibration batch; the other batches score them.
+    The candidates observe every second calibration batch. Of the other batches, every second scores them; on the rest
+    the assignments of observers are measured.
 
     Attributes:
         scheme_label: the name of the scheme that the user asked for; :meth:`choose` sets it.
-        scores: the scores of the candidates, for the report; :meth:`choose` sets them.
+        choice: the observers that :meth:`choose` has chosen.
     """
 
     may_train = False
+    choice: ObserverChoice
 
     def __init__(self, config: DictConfig) -> None:
         super().__init__(config)
         self.scheme_label = ""
-        self.scores: Sequence[Mapping[str, Any]] = ()
+        #: the number of candidates by base name, for :meth:`passes`; :meth:`check_task` sets it
+        self._candidate_counts: list[int] = []
 
     @override
     def check_task(self) -> None:
@@ -65,39 +69,44 @@ class Observers(Calibrate):
         batches = self.config.data.get("batches")
         if batches is not None and batches < 2:
             raise CalibrationError(
-                "data.batches: every second batch is observed, and the others score",
+                "data.batches: every second batch is observed, and the others score and measure",
                 got=str(batches),
                 expected="at least 2",
                 remedy="data.batches=16.",
             )
-        fitting_candidates(self.job.model, self.job.callback.options, self._candidates())
+        fitting = fitting_candidates(self.job.model, self.job.callback.options, self._candidates())
+        self._candidate_counts = [len(specs) for specs in fitting.values()]
 
     @override
     def choose(self) -> None:
-        """Score the candidates, print and write the choice, and give the job a callback with the chosen observers.
+        """Choose observers, print and write the choice, and give the job a callback with them.
 
         ``Calibrate.run`` calls it before the calibration.
         """
         job = self.job
         options = job.callback.options
         batches = job.first_inputs(job.data.val_dataloader())
-        with step("scoring observers"):
-            choice = choose_observers(job.model, batches, options, self._candidates())
-        print_report(choice.table())
+        with step("choosing observers"):
+            self.choice = choose_observers(job.model, batches, options, self._candidates())
+        print_report(self.choice.table())
         self.scheme_label = options.label
-        self.scores = choice.scores
-        _write_scheme(self.config, choice.config, "Observers chosen by task=observers.")
-        job.use(self.make_callback(options.with_config(choice.config)))
+        _write_scheme(self.config, self.choice.config, "Observers chosen by task=observers.")
+        job.use(self.make_callback(options.with_config(self.choice.config)))
 
     @override
     def passes(self, needs_data: bool) -> int:
-        """Add the passes that observe and score to those of ``Calibrate``; ``Calibrate.run`` prints the duration.
+        """Add the passes that observe, score and measure to ``Calibrate``'s; ``Calibrate.run`` prints the duration.
 
-        One half of the batches is observed, in one forward pass for all candidates. The other half scores them, in a
-        forward and a backward pass.
+        One half of the batches is observed, in one forward pass for all candidates. Of the other half, every second
+        batch scores them, in a forward and a backward pass. The rest, or a single batch, runs twice unquantized for
+        inputs and twice for weights, once with each candidate, and at most once with each choice among some of them.
         """
-        batches = self.job.batches("batches")
-        passes_of_choice = batches // 2 * (1 + PASSES_OF_A_STEP)
+        observed = math.ceil(self.job.batches("batches") / 2)
+        others = self.job.batches("batches") // 2
+        scored = math.ceil(others / 2)
+        measured = others // 2 or scored
+        forwards_of_a_batch = sum(2 * count + 1 for count in self._candidate_counts)
+        passes_of_choice = observed + scored * PASSES_OF_A_STEP + measured * forwards_of_a_batch
         return super().passes(needs_data) + passes_of_choice
 
     @override
@@ -107,8 +116,13 @@ class Observers(Calibrate):
 
     @override
     def report_facts(self) -> dict[str, Any]:
-        """Add the scores of the candidates to the facts of ``Calibrate``; ``Calibrate.report`` calls it at the end."""
-        return {**super().report_facts(), "scores": self.scores}
+        """Add what was estimated and measured to the facts of ``Calibrate``; ``Calibrate.report`` calls it last."""
+        return {**super().report_facts(), "scores": self.choice.scores, "scored": self.choice.lines}
+
+    @override
+    def closing_lines(self) -> list[str]:
+        """What was chosen, and what it was compared with; ``Calibrate.report`` calls it at the end."""
+        return self.choice.lines
 
     def _candidates(self) -> dict[str, Any] | None:
         """The observers to choose among, by base name (``input``, ``weight``); None: every observer that fits."""

@@ -377,15 +377,13 @@
   }
   function observers() {
     if (!data.scores.length) return;
-    const length = lengths(data.scores.map((score) => score.loss));
-    const best = {};
-    for (const score of data.scores) if (!(best[score.of] <= score.loss)) best[score.of] = score.loss;
+    const length = lengths(data.scores.map((score) => score.measured));
     const lines = data.scores.map((score) =>
       element("tr", {}, element("th", { scope: "row" }, `${score.of}: `, ...breakable(score.observer)),
-        element("td", { class: "track" }, bar(length.of(score.loss), score.loss === best[score.of] ? 1 : 0)), element("td", {}, short(score.loss)), element("td", {}, String(score.tensors))));
-    const head = element("thead", {}, element("tr", {}, ...["observer", "", "estimated loss", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
+        element("td", { class: "track" }, bar(length.of(score.measured), score.chosen ? 1 : 0)), ...[short(score.measured), short(score.loss), String(score.tensors)].map((text) => element("td", {}, text))));
+    const head = element("thead", {}, element("tr", {}, ...["observer", "", "measured [nats]", "estimated", "chosen for"].map((title) => element("th", { scope: "col" }, title))));
     figure("What each observer would lose", () => element("table", { class: "bars" }, head, element("tbody", {}, ...lines)),
-      `Estimated over all layers, on batches that were not observed; chosen by tensor: the best for each. The least loss is orange. ${length.note}`);
+      `${data.scored.map((line) => `${line}. `).join("")}What was chosen is orange; estimates add up what each layer does alone. ${length.note}`);
   }
   function bytes() {
     const names = Object.keys(data.kinds), sums = [0, 1].map((i) => names.reduce((sum, name) => sum + data.kinds[name][i], 0));

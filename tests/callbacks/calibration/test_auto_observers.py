@@ -47,8 +47,11 @@ def test_the_choice_is_scored_said_and_the_whole_validation_calibrates_with_it(c
     found, choice = qparams(module), callback.choice
     counts = ", ".join(f"{name} {count}" for name, count in choice.counts["input"].most_common())
     assert f'observers="auto", input: {counts}' in [record.message for record in caplog.records]
-    assert choice.chosen["input"] < choice.losses["input"]["static_minmax"]
-    assert all(choice.chosen[of] <= min(losses.values()) for of, losses in choice.losses.items())
+    assert set(choice.lines) <= {record.message for record in caplog.records}
+    assert choice.taken["input"].divergence < choice.divergences["input"]["static_minmax"]
+    assert all(
+        choice.taken[of].divergence == min(divergences.values()) for of, divergences in choice.divergences.items()
+    )
     assert callback.result.batches == 16
     again = Outliers()
     again.load_state_dict(module.state_dict())
