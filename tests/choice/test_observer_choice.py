@@ -298,6 +298,17 @@ def test_one_batch_that_is_not_observed_scores_and_measures_and_the_line_says_so
     assert more.lines[0].endswith("on 1 batch kept out of the estimates")
 
 
+def test_a_batch_that_is_kept_out_runs_at_most_twice_as_often_as_there_are_candidates_and_once_more(classifier):
+    calls = []
+    classifier.register_forward_hook(lambda module, args, output: calls.append(1))
+    candidates = {"input": ["minmax", "histogram", {"name": "percentile", "percentile": 90.0}]}
+    choice = choose_observers(classifier, torch.randn(8, 64, 32), "INT8_STATIC", candidates)
+    unquantized = 2 if any(assignment.is_by_tensor for assignment in choice.assignments["input"]) else 1
+    runs = unquantized + len(choice.assignments["input"])
+    assert len(calls) == 4 + 2 + 2 * runs  # observed, scored, kept out
+    assert runs <= 2 * 4 + 1
+
+
 def test_a_choice_leaves_the_model_and_its_calibration_as_they_were(classifier, outliers):
     with CalibrationSession(classifier, "W8A8"):
         pass
