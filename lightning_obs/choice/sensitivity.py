@@ -173,12 +173,13 @@ def sensitivity_and_twins(
     schemes: Schemes,
     calibration: Batches | None,
     seed: int,
-    options: OptionKeywords,
+    options: Mapping[str, Any],
 ) -> tuple[Sensitivity, Twins]:
     """Return the result of :func:`sensitivity`, whose arguments these are, and the twins that were measured.
 
     :func:`.choose_observers` calls it, to run its choice as a whole with the qparams of the twins.
     """
+    options = dict(options)
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
         options["engines"] = "unchecked"
