@@ -101,7 +101,7 @@ def test_of_a_few_batches_nothing_is_said(composed, capsys):
         (["task=finetune", "trainer.max_steps=10"], 4 * 16 + 2 * 16 + 1 + 10 * 4),
         (["task=plan"], 2 * 16 + 2 * 16 + 1 + 8 * 3),
         (["speed=quick"], 2 * 2 + 2 + 1),
-        (["speed=quick", "scheme=int8_static", "smooth=true"], 2 * 2 + 2 + 1 + 2 + 7),
+        (["speed=quick", "scheme=int8_static", "smooth=true"], 2 * 2 + 2 + 1 + 2 + 8),
         (["speed=quick", "experiment=qat_w4a16"], 4 * 2 + 2 * 2 + 1 + 4 * 4),
     ],
 )

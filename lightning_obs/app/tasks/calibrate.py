@@ -49,8 +49,8 @@ def refuse_several_devices(trainer: Trainer, what: str, remedy: str) -> None:
 
 
 #: with ``smooth=true``, forward passes to find the modules that can divide channels (two, and about four of repeated
-#: layers), and one that compares the outputs
-_PASSES_OF_TRIALS = 7
+#: layers), and two whose outputs are compared
+_PASSES_OF_TRIALS = 8
 
 
 class Calibrate(Task):
