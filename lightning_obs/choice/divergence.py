@@ -12,9 +12,11 @@ log-probability of a label drawn from p has this covariance, too, but more varia
 gradient at the layer's output, which backward from ``v`` gives. No label of the text is used: a layer can lower the
 loss on a text by chance, but it cannot lower the divergence.
 
-The signs of two positions are independent. So ``v^T J d``, summed over a whole sequence and squared, is an unbiased
+The signs of two predictions are independent. So ``v^T J d``, summed over a whole sequence and squared, is an unbiased
 estimate, whether the errors of neighbouring tokens add up or cancel. But it is noisy: one number for each sequence.
 Sums over :data:`BLOCK` tokens, squared and added, are far less noisy, and omit only the interaction of distant tokens.
+A position may be a pixel, and a sample may have fewer predictions than positions: a classifier of images has one. Its
+positions are summed whole, and nothing is omitted; a block has as many positions as :data:`BLOCK` predictions.
 
 Large changes are not covered by the second-order term; docs/evidence/plans.md measures how far it holds on a real
 model.
@@ -25,6 +27,7 @@ A *twin* is a copy of a planned module that shares its parameters and computes w
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -48,14 +51,14 @@ from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
-from lightning_obs.model.kinds import holds_parameters
+from lightning_obs.model.kinds import channel_axis, holds_parameters, tokens_of
 from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import args_of, read_qparams
 from lightning_obs.model.offload import at_rest, brought_in_by, is_offloaded
 from lightning_obs.model.weight import adapters_of, onloaded
 from lightning_obs.numerics.many_tensors import to_host
 
-#: the number of neighbouring tokens whose errors are summed before they are squared (why: see above)
+#: the number of neighbouring predictions whose errors are summed before they are squared (why: see above)
 BLOCK = 16
 
 
@@ -123,8 +126,9 @@ def divergences(
             finite.append(is_finite.all())
             signs = random_signs(logits.shape, seed + number, logits.device)
             logits.backward(fisher_probe(logits.detach(), signs))
-            tokens += logits[..., 0].numel()
-            sums.add(changes)
+            predictions = logits[..., 0].numel()
+            tokens += predictions
+            sums.add(changes, predictions)
             changes.clear()
     if finite and not torch.stack(finite).all():
         raise CalibrationError("the model's logits are not finite", remedy="find the NaN in weights or data.")
@@ -145,8 +149,8 @@ class _SquaredSums:
         self._groups = list(groups)
         self._totals: dict[tuple[str, tuple[str, ...]], torch.Tensor] = {}
 
-    def add(self, changes: _Changes) -> None:
-        """Add the changes of one batch; called after its backward pass."""
+    def add(self, changes: _Changes, predictions: int) -> None:
+        """Add the changes of one batch, which has so many predictions; called after its backward pass."""
         by_scheme: dict[str, dict[str, list[torch.Tensor]]] = {}
         for (scheme, name), changes_of_calls in changes.items():
             by_scheme.setdefault(scheme, {})[name] = changes_of_calls
@@ -154,7 +158,7 @@ class _SquaredSums:
             for group in self._groups:
                 members = [by_module[name] for name in group if name in by_module]
                 total = self._totals.get((scheme, group), 0)
-                self._totals[scheme, group] = total + _square(members)
+                self._totals[scheme, group] = total + _square(members, predictions)
 
     def read(self) -> dict[tuple[str, tuple[str, ...]], float]:
         """The sums by scheme and group, brought to the host in one transfer after the last batch."""
@@ -271,9 +275,8 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
     """Make a forward hook that runs a module's twins when backward reaches the module's output.
 
     For each twin, the difference between its output and the module's is multiplied by the gradient, summed over the
-    last dimension, and appended to ``changes``. In a Linear the last dimension is the channels. In a convolution it is
-    the width (or length), and the dimension before it then has the place of the positions in :func:`_square`.
-    :func:`_watch_twins` registers the hook. A call whose output is empty, or is not a tensor, is skipped.
+    channels, and appended to ``changes``. :func:`_watch_twins` registers the hook. A call whose output is empty, or is
+    not a tensor, is skipped.
 
     Args:
         name: the name of the module.
@@ -305,7 +308,7 @@ def _tap(name: str, twins: ModuleTwins, alike: Sequence[int], changes: _Changes)
                     args_of_twin, kwargs_of_twin = _arguments_of(twin, args, kwargs)
                     # Not twin(...): the copied module has the hooks of the original.
                     difference: torch.Tensor = twin.forward(*args_of_twin, **kwargs_of_twin) - plain
-                    change_of_logits = difference.mul_(gradient).sum(-1, dtype=torch.float32)
+                    change_of_logits = _sum_of_channels(twin, difference.mul_(gradient))
                     changes[scheme, name].append(change_of_logits)
             give_back_freed()  # to the system: quantized weights of many sizes were made and freed here
 
@@ -322,14 +325,28 @@ def _arguments_of(twin: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return copies
 
 
-def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
-    """Sum the changes of some modules over :data:`BLOCK` neighbouring positions, square the sums, and add them up.
+def _sum_of_channels(module: nn.Module, value: torch.Tensor) -> torch.Tensor:
+    """The sum over the channels of a module's output, in float32; :func:`_tap` calls this for each twin.
+
+    Returns:
+        ``(samples, ..., positions)``; of an output without positions ``(samples,)``, or ``()`` if it is one vector. An
+        image or signal alone, which a convolution also takes, is one sample.
+    """
+    is_one_sample = value.ndim > 1 and channel_axis(module, value) == 0
+    sums = tokens_of(module, value).sum(-1, dtype=torch.float32)
+    return sums.unsqueeze(0) if is_one_sample else sums
+
+
+def _square(members: list[list[torch.Tensor]], predictions: int) -> torch.Tensor:
+    """Sum the changes of some modules over blocks of neighbouring positions, square the sums, and add them up.
 
     Args:
-        members: for each module, the changes ``(..., positions)`` of each of its calls. Changes ``(samples,)``, of an
-            output ``(samples, channels)`` without positions, have no neighbours, nor has the change ``()`` of an output
-            ``(channels,)``. If the modules have calls of equal shapes (a fused set), their changes are added before
-            they are squared; otherwise the squares of the modules are added.
+        members: for each module, the changes ``(samples, ..., positions)`` of each of its calls. Changes
+            ``(samples,)``, of an output ``(samples, channels)`` without positions, have no neighbours, nor has the
+            change ``()`` of an output ``(channels,)``. If the modules have calls of equal shapes (a fused set), their
+            changes are added before they are squared; otherwise the squares of the modules are added.
+        predictions: how many predictions the batch has. A block has as many positions as :data:`BLOCK` predictions, at
+            least :data:`BLOCK` and at most those of a sample.
     """
     shapes = set()
     for changes_of_calls in members:
@@ -345,10 +362,12 @@ def _square(members: list[list[torch.Tensor]]) -> torch.Tensor:
     for changes in chain.from_iterable(members):
         if changes.ndim < 2:
             changes = changes.reshape(-1, 1)  # one position in each sample
-        rows = changes.flatten(0, -2)
-        missing_positions = -rows.shape[-1] % BLOCK
+        rows = changes.flatten(1)
+        positions_of_block = math.ceil(BLOCK * rows.numel() / max(1, predictions))
+        block = max(BLOCK, min(positions_of_block, rows.shape[-1]))
+        missing_positions = -rows.shape[-1] % block
         padded = nn.functional.pad(rows, (0, missing_positions))
-        blocks = padded.unflatten(-1, (-1, BLOCK))
+        blocks = padded.unflatten(-1, (-1, block))
         block_sums = blocks.sum(-1).double()
         total = total + block_sums.square().sum()
     return total
