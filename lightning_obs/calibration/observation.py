@@ -143,7 +143,7 @@ class Observation:
         observers = _make_observers(plan)
         helpers = _make_helpers(plan, observers)
         data_observers = {key: observer for key, observer in observers.items() if observes_data(observer)} | helpers
-        _check_inputs(plan, observers, helpers)
+        check_inputs_fit(plan.targets, observers)
         _fuse(plan, observers, options.join_fused_scales)
         inseparable = [*plan.fused, *layers]
         collectives = collectives or Collectives()
@@ -395,19 +395,6 @@ def _make_hold_outs(plan: Plan, observers: Mapping[Key, Observer]) -> dict[str, 
         helpers = {base: helper for (_, base), helper in _rounding_helpers(target, observer).items()}
         hold_outs[target.name] = HoldOut(target, observer, helpers)
     return hold_outs
-
-
-def _check_inputs(plan: Plan, observers: Mapping[Key, Observer], helpers: Mapping[Key, Observer]) -> None:
-    """Raise a CalibrationError for weights whose inputs do not suit their observers, or the helpers with a Hessian.
-
-    If a helper gathers the Hessian of a weight, the helper needs the inputs, so it is checked in place of the weight's
-    observer.
-    """
-    input_observers = dict(observers)
-    for (name, base), helper in helpers.items():
-        if base == HESSIAN:
-            input_observers[name, "weight"] = helper
-    check_inputs_fit(plan.targets, input_observers)
 
 
 def _fuse(plan: Plan, observers: Mapping[Key, Observer], join_ranges: bool) -> None:

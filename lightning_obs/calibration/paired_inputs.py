@@ -21,7 +21,7 @@ from lightning_obs.calibration.token_mask import TokenSelection
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.forward.calls import first_input
-from lightning_obs.model.kinds import is_transformers_model, tokens_of
+from lightning_obs.model.kinds import is_transformers_model
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.observers import Observer
 from lightning_obs.observers.observer import observe_inputs_shared
@@ -108,7 +108,9 @@ class PairedInputs:
         """Pair an input of the quantized run with the kept input of the same call, and observe the pair.
 
         Modules that read the same tensor one after the other, with the same token weights, share one pair: they read
-        the same tensor in the full-precision run, too, and take it as the same tokens (q, k and v; gate and up).
+        the same tensor in the full-precision run, too, and take it as the same tokens (q, k and v; gate and up). None
+        of them is a convolution, whose tokens would be others: ``check_inputs_fit`` (``schemes/build_plan.py``) refuses
+        to round its weight.
 
         Raises:
             CalibrationError: the full-precision run had no such call, or an input of another shape.
@@ -155,21 +157,16 @@ class PairedInputs:
 
         Args:
             target: the module.
-            value: its input, of either run.
+            value: its input ``(..., C)``, of either run.
             weights: of its tokens; None: all tokens count alike.
             call: the number of the module's call in the run, from 0.
-
-        The mask selects rows by the layout: ``"tokens"`` is an activation as the module reads it, ``"positions"`` are
-        the positions of an image or signal, which ``tokens_of`` has made rows (it returns any other input itself).
         """
-        tokens = tokens_of(target.module, value)
-        layout: Any = "tokens" if tokens is value else "positions"
+        tokens = value
         if weights is not None:
             tokens = weights.weigh(target.name, value, call)
-            layout = "tokens"
         if self._calls.mask is None:
             return tokens
-        return self._selection.of(tokens, self._calls.mask, target.name, layout)
+        return self._selection.of(tokens, self._calls.mask, target.name)
 
 
 def _take_input(take: Callable[[torch.Tensor], None], _: nn.Module, args: Any, kwargs: Any) -> None:

@@ -518,21 +518,41 @@ def _group_size_remedy(all_columns: Set[int]) -> str:
 
 
 def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> None:
-    """Refuse an observer that needs one input channel per column of the weight where inputs have other channels.
+    """Refuse observers and roundings that need one input channel per column of the weight where inputs have others.
 
     Called when an observation begins, once observers are made.
+
+    Args:
+        targets: the planned modules.
+        observers: of the plan, by module name and base name.
+
+    Raises:
+        CalibrationError: a convolution or an embedding is to be rounded, or has an observer that needs its inputs.
     """
-    unfit: list[str] = []
+    rounded: list[str] = []
+    observed: list[str] = []
     for target in targets:
         observer = observers.get((target.name, "weight"))
         is_matrix = len(whole_shape(target.module) or ()) == 2
-        if getattr(observer, "needs_inputs", False) and (kind_of(target.module).reads_indices or not is_matrix):
-            unfit.append(str(target))
+        if observer is None or (is_matrix and not kind_of(target.module).reads_indices):
+            continue
+        if observer.rounding is not None:
+            rounded.append(str(target))
+        if observer.needs_inputs:
+            observed.append(str(target))
     refuse(
-        unfit,
+        observed,
         "the observer of the weight needs inputs with one channel per column of the weight",
         expected="Linear modules",
         remedy="give these modules a group of their own with another observer (memoryless_mse), or ignore them.",
+    )
+    refuse(
+        rounded,
+        "the rounding of the weight needs inputs with one channel per column of the weight",
+        expected="Linear modules",
+        remedy="leave out the option rounding, give it to the group of the Linears alone "
+        "(weights: {'observer_kwargs': {'rounding': 'gptq'}}), and give these modules a group of their own; or ignore "
+        "these modules.",
     )
 
 

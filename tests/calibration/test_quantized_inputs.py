@@ -415,3 +415,65 @@ def test_the_second_pass_of_a_callback_measures_the_rounded_model(tiny_llama, ba
     assert callback.result.batches == 2
     assert callback.moved.divergence == pytest.approx(float(torch.stack(expected).mean()), rel=1e-4)
     assert hooks(model) == 0
+
+
+# ---------------------------------------------------------------------- a convolution beside a Linear
+
+INT4_CHANNELS = {"num_bits": 4, "strategy": "channel"}
+#: weights of convolutions are rounded to nearest, those of Linears on quantized inputs
+BESIDE = {
+    "linears": {
+        "targets": ["Linear"],
+        "weights": {**INT4_CHANNELS, "observer_kwargs": {"rounding": {"name": "gptq", "inputs": "quantized"}}},
+    },
+    "convolutions": {"targets": ["Conv1d"], "weights": INT4_CHANNELS},
+}
+
+
+class ReadByBoth(nn.Module):
+    """A convolution and a Linear read one tensor with as many positions as channels; either may be called first."""
+
+    def __init__(self, *, is_convolution_first):
+        super().__init__()
+        self.before, self.linear, self.convolution = nn.Linear(16, 16), nn.Linear(16, 16), nn.Conv1d(16, 16, 1)
+        self.is_convolution_first = is_convolution_first
+
+    def forward(self, x):
+        hidden = self.before(x)
+        readers = (self.convolution, self.linear) if self.is_convolution_first else (self.linear, self.convolution)
+        return [reader(hidden) for reader in readers]
+
+
+def test_a_convolution_that_reads_the_tensor_of_a_linear_does_not_change_how_the_linear_is_rounded():
+    data = [torch.randn(4, 16, 16) * torch.linspace(0.2, 3, 16) for _ in range(3)]
+    torch.manual_seed(0)
+    weights = ReadByBoth(is_convolution_first=True).state_dict()
+    rounded = []
+    for is_convolution_first in (True, False):
+        model = ReadByBoth(is_convolution_first=is_convolution_first)
+        model.load_state_dict(weights)
+        with CalibrationSession(model, BESIDE) as session, torch.no_grad():
+            for batch in data:
+                model(batch)
+        assert sorted(session.result.modules) == ["before", "convolution", "linear"]
+        rounded.append(model.linear.weight_rounded)
+    assert torch.equal(*rounded)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"rounding": {"name": "gptq", "inputs": "quantized"}},
+            r"the rounding of the weight needs inputs .*: convolution \(Conv1d\).*give it to the group of the Linears",
+        ),
+        (
+            {"observers": {"weight": "imatrix_mse"}},
+            r"the observer of the weight needs inputs .*: convolution \(Conv1d\).*another observer \(memoryless_mse\)",
+        ),
+    ],
+)
+def test_a_convolution_has_no_input_channel_for_each_column_of_its_weight(options, match):
+    scheme = {"all": {"targets": ["Linear", "Conv1d"], "weights": INT4_CHANNELS}}
+    with pytest.raises(CalibrationError, match=match):
+        CalibrationSession(ReadByBoth(is_convolution_first=True), scheme, **options)
