@@ -27,7 +27,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.utils import _pytree as pytree
 
-from lightning_obs.errors import require_bool
+from lightning_obs.errors import refuse, require_bool
 from lightning_obs.files.write import require_new_file, whole_file
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.tracing import (
@@ -351,14 +351,15 @@ def trace_onnx(model: nn.Module, arguments: Example) -> Any:
         arguments: the arguments to trace it with.
 
     Raises:
-        CalibrationError: torch's exporter failed, with an error of any class.
+        CalibrationError: torch's exporter failed, with an error of any class; or it loses that a batch norm takes the
+            statistics of its batch.
     """
     positional = arguments.positional
     if not arguments.by_name and positional and isinstance(positional[-1], dict):
         # torch's exporter takes a last positional argument that is a dict for the keyword arguments.
         positional = (*positional, {})
     try:
-        return torch.onnx.export(
+        program: Any = torch.onnx.export(
             model,
             positional,
             kwargs=arguments.by_name,
@@ -370,6 +371,37 @@ def trace_onnx(model: nn.Module, arguments: Example) -> Any:
     except Exception as error:
         remedy = "see torch.onnx.export(model, example, dynamo=True); the model has to be traceable."
         raise exporter_error("torch's ONNX exporter", model, error, remedy) from error
+    _refuse_statistics_of_batches(model, program.exported_program)
+    return program
+
+
+def _refuse_statistics_of_batches(model: nn.Module, program: torch.export.ExportedProgram) -> None:
+    """Refuse a batch norm that takes the statistics of its batch although it has running ones.
+
+    torch's exporter (onnxscript 0.7) writes it as a batch norm with the running statistics. Without running statistics
+    it writes the mean and variance of the batch as operations. :func:`trace_onnx` calls this once a model is traced.
+
+    Args:
+        model: that was traced.
+        program: its operations, as torch's exporter has translated them.
+    """
+    names = []
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            continue
+        arguments = dict(zip([argument.name for argument in schema.arguments], node.args, strict=False))
+        arguments |= node.kwargs
+        if arguments.get("training") is True and arguments.get("running_mean") is not None:
+            surroundings = list(node.meta.get("nn_module_stack", {}).values())
+            name = surroundings[-1][0] if surroundings else ""
+            names.append(name or type(model).__name__)
+    refuse(
+        names,
+        "torch's ONNX exporter cannot write a batch norm that takes the statistics of its batch and has running ones",
+        expected="batch norms in evaluation mode",
+        remedy="call F.batch_norm with training=False, or with None for running_mean and running_var.",
+    )
 
 
 # ---------------------------------------------------------------------- writing

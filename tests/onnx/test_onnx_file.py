@@ -129,6 +129,38 @@ def test_onnxruntime_computes_what_quantized_does(case, tmp_path):
         assert torch.equal(model(x), before)
 
 
+class OfBatch(nn.Module):
+    """A convolution and a batch norm that takes the statistics of its batch in evaluation mode, too."""
+
+    def __init__(self, *, has_running_statistics):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+        nn.init.uniform_(self.norm.running_mean)
+        nn.init.uniform_(self.norm.bias, 1, 2)
+        self.has_running_statistics = has_running_statistics
+
+    def forward(self, image):
+        norm = self.norm
+        running = (norm.running_mean, norm.running_var) if self.has_running_statistics else (None, None)
+        return nn.functional.batch_norm(self.conv(image), *running, norm.weight, norm.bias, True)
+
+
+def test_a_batch_norm_that_takes_the_statistics_of_its_batch_is_refused_and_the_remedy_works(tmp_path):
+    x = torch.randn(2, 3, 9, 9)
+    scheme = CASES["int8"][1]
+    model = calibrated(lambda: nn.Sequential(OfBatch(has_running_statistics=True)), x, scheme)
+    message = "cannot write a batch norm that takes the statistics of its batch and has running ones: 0.*Remedy: call"
+    with pytest.raises(CalibrationError, match=message):
+        export_onnx(model, tmp_path / "refused.onnx", x)
+    assert not list(tmp_path.iterdir())
+    model = calibrated(lambda: OfBatch(has_running_statistics=False), x, scheme)
+    x = torch.randn_like(x)
+    file = export_onnx(model, tmp_path / "model.onnx", x)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    torch.testing.assert_close(run(file, x, optimized=False), expected, atol=2e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 def test_of_weights_alone_onnxruntime_computes_what_quantized_does_if_it_rounds_no_inputs(bits, tmp_path):
     x = torch.randn(2, 7, 64)
