@@ -11,7 +11,7 @@ Factors are powers of two. So the unquantized model gives the same outputs bit f
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -24,11 +24,12 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.session import CalibrationSession
+from lightning_obs.calibration.token_mask import TokenSelection, find_mask, require_mask
 from lightning_obs.choice.smooth_pairs import SmoothPair, find_pairs, is_norm, same_tensors
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.extra_runs import left_as_it_was, random_numbers_restored, without_caches
-from lightning_obs.model.kinds import is_dispatched
+from lightning_obs.model.kinds import is_dispatched, is_transformers_model
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of
 from lightning_obs.model.weight import in_shards
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
@@ -65,6 +66,7 @@ def smooth_inputs(
     scheme: SchemeLike | CalibrationOptions,
     *,
     strength: float = 0.5,
+    token_mask: str | Callable[[Any], torch.Tensor] | None = None,
     **options: Unpack[OptionKeywords],
 ) -> list[SmoothedInput]:
     """Move outliers of inputs into weights, so that quantization changes the outputs of Linears less.
@@ -79,6 +81,8 @@ def smooth_inputs(
         scheme: the scheme that will be calibrated: the name of a preset, a config, or all options of a calibration.
         strength: how far outliers move into the weights, above 0 and at most 1; with 1 all channels of an input are
             equally large afterwards.
+        token_mask: where to find, in a batch, which tokens count, ``(batch, tokens)``: the name of the model's argument
+            (``"attention_mask"``) or a function of the batch. Padding is then not looked at. None: all tokens count.
         **options: fields of :class:`~lightning_obs.CalibrationOptions` (``ignore``, ``targets``...).
 
     Returns:
@@ -88,8 +92,9 @@ def smooth_inputs(
 
     Raises:
         CalibrationError: a wrong ``strength``; the scheme quantizes no input; there are no batches; weights are
-            sharded; the outputs of the model would not stay the same (numbers beyond the range of float16), and then
-            the weights are given back the numbers that they had.
+            sharded; a batch has no ``token_mask``; the outputs of the model would not stay the same (numbers beyond the
+            range of float16, weights that are read elsewhere), and then the weights are given back the numbers that
+            they had.
 
     Reference:
         Xiao et al., SmoothQuant, 2023, arXiv:2211.10438, section 4; Nagel et al., Data-Free Quantization Through Weight
@@ -124,21 +129,26 @@ def smooth_inputs(
     undos = []
     with left_as_it_was(model), without_caches(model), torch.no_grad():
         pairs = find_pairs(model, quantized, all_batches[0])
-        samples = _observe(model, pairs, all_batches)
+        samples = _observe(model, pairs, all_batches, token_mask)
         outputs = _outputs(model, all_batches[0])
         for pair, sample in zip(pairs, samples, strict=True):
+            if sample.low is None:  # no token counts
+                continue
             factors = _factors(pair, sample, strength)
             before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
             after = _mean_error(pair, sample, args_of, factors)
             if after < before:
                 undos.append(pair.scale(factors))
                 smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
-        if not same_tensors(_outputs(model, all_batches[0]), outputs):
+        if smoothed and not same_tensors(_outputs(model, all_batches[0]), outputs):
             for undo in reversed(undos):  # a weight may be in two pairs
                 undo()
             raise CalibrationError(
-                "smoothing would change the outputs of the model: numbers leave the range of its dtype",
-                remedy="load the model in bfloat16 or float32.",
+                "smoothing would change the outputs of the model",
+                where=[entry.producer for entry in smoothed],
+                expected="scaled weights in the range of their dtype, weights that only their own modules read, and "
+                "equal outputs whenever the model is called with one batch and equal random numbers",
+                remedy="load the model in bfloat16 or float32 if it is in float16, or calibrate without smoothing.",
             )
     for entry in smoothed:
         for name in entry.readers:
@@ -179,12 +189,22 @@ class _InputSample:
 
     :func:`_observe` makes one for each pair, and feeds it in each call of the first reader.
 
+    Args:
+        reader: the name of the reader.
+        tokens_per_batch: how many tokens of each batch are kept.
+        selection: of the tokens that count; all samples share it.
+
     Attributes:
-        low, high: ``(C,)`` float32, the least and the largest value of each channel in all batches.
+        low, high: ``(C,)`` float32, the least and the largest value of each channel in all batches; None: no token was
+            observed.
         tokens: ``(T, C)`` float32, evenly spaced tokens of all batches.
+        mask: of the present batch, nonzero for tokens that count; None: all count.
     """
 
-    def __init__(self, tokens_per_batch: int) -> None:
+    def __init__(self, reader: str, tokens_per_batch: int, selection: TokenSelection) -> None:
+        self.mask: torch.Tensor | None = None
+        self._reader = reader
+        self._selection = selection
         self.low: torch.Tensor | None = None
         self.high: torch.Tensor | None = None
         self._tokens_per_batch = tokens_per_batch
@@ -198,6 +218,8 @@ class _InputSample:
     def observe(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Take the input of a call; the forward pre-hook of the pair's first reader."""
         value = first_input(args, kwargs)
+        if value is not None and self.mask is not None:
+            value = self._selection.of(value, self.mask, self._reader)
         if value is None or value.numel() == 0:
             return
         tokens = value.detach().reshape(-1, value.shape[-1]).float()
@@ -208,18 +230,30 @@ class _InputSample:
         self._tokens.append(tokens[::step][: self._tokens_per_batch].clone())
 
 
-def _observe(model: nn.Module, pairs: Sequence[SmoothPair], batches: Sequence[Any]) -> list[_InputSample]:
-    """Run all batches, and return what was observed of the input of each pair."""
+def _observe(
+    model: nn.Module,
+    pairs: Sequence[SmoothPair],
+    batches: Sequence[Any],
+    token_mask: str | Callable[[Any], torch.Tensor] | None,
+) -> list[_InputSample]:
+    """Run all batches, and return what was observed of the input of each pair.
+
+    :func:`smooth_inputs` calls this once; the arguments are its own, and the pairs that it has found.
+    """
     tokens_per_batch = max(1, _TOKENS // len(batches))
+    selection = TokenSelection(batch_first=is_transformers_model(model))
     samples = []
     with ExitStack() as hooks:
         for pair in pairs:
-            sample = _InputSample(tokens_per_batch)
-            reader = next(iter(pair.readers.values()))
+            name, reader = next(iter(pair.readers.items()))
+            sample = _InputSample(name, tokens_per_batch, selection)
             hook = reader.register_forward_pre_hook(sample.observe, with_kwargs=True)
             hooks.callback(keep_hook_out(reader, hook))
             samples.append(sample)
         for batch in batches:
+            mask = None if token_mask is None else require_mask(find_mask(batch, token_mask), "token_mask").cpu()
+            for sample in samples:
+                sample.mask = mask
             call_on(model, batch)
     return samples
 

@@ -39,3 +39,19 @@ def test_a_run_smooths_before_it_calibrates_and_exports_the_smooth_weights(compo
 def test_what_cannot_be_smoothed_is_refused_before_any_data(composed, words, message):
     with pytest.raises(CalibrationError, match=message):
         run(composed("smooth=true", "export=none", *words))
+
+
+def test_padding_of_the_batches_does_not_count(composed, monkeypatch):
+    """Here a token counts unless it is 0: the batches have no other mask."""
+    masks = []
+
+    def watched(model, batches, options, token_mask):
+        for batch in batches:
+            mask = token_mask(batch)
+            assert torch.equal(mask, batch["input_ids"])
+            masks.append(mask)
+        return []
+
+    monkeypatch.setattr("lightning_obs.app.tasks.calibrate.smooth_inputs", watched)
+    run(composed("scheme=int8_static", "smooth=true", "export=none", "token_mask=input_ids"))
+    assert masks

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from lightning_obs import CalibrationError, CalibrationSession, CalibrationWarning, quantized, smooth_inputs
+from lightning_obs.model.mark import mark_of
 from tests.support.tiny_model import save_tiny_llama
 
 
@@ -120,6 +121,108 @@ def test_a_norm_that_is_read_elsewhere_stays():
     model.load_state_dict(with_outliers().state_dict())
     smoothed = smooth_inputs(model, batches(), "INT8_STATIC")
     assert [entry.producer for entry in smoothed] == ["up"]
+
+
+class ReadByParent(nn.Module):
+    """The parent reads the weight of a norm inside its block, which is no output of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = with_outliers()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x) * self.block.norm.weight.max()
+
+
+class Counting(nn.Module):
+    """Gives another output whenever it is called: it adds the number of its calls."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.block(x) + self.calls
+
+
+def overflowing() -> nn.Module:
+    """In float16, the factor of 256 for channel 3 makes weights of 400 too large; the trial multiplies by 2 there."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        model[0].weight.fill_(0.01)
+        model[0].weight[3] = 3.0
+        model[1].weight.uniform_(-8000, 8000)
+        model[1].weight[:, 3] = 400.0
+    return model.half()
+
+
+@pytest.mark.parametrize(
+    ("make", "strength", "data"),
+    [
+        (ReadByParent, 0.5, batches()),
+        (lambda: Counting(with_outliers()), 0.5, batches()),
+        (overflowing, 1, [torch.randn(64, 8, generator=torch.Generator().manual_seed(0)).half()]),
+    ],
+    ids=["read by the parent", "counting", "float16"],
+)
+def test_a_model_whose_outputs_would_change_is_refused_and_left_as_it_was(make, strength, data):
+    model = make().train()
+    before = copy.deepcopy(model.state_dict())
+    random_numbers = torch.get_rng_state()
+    with pytest.raises(CalibrationError, match=r"would change the outputs of the model: (block\.norm|0).*Remedy"):
+        smooth_inputs(model, data, "INT8_STATIC", strength=strength)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    for module in model.modules():
+        assert module.training
+        assert mark_of(module) is None or not mark_of(module).reads_smooth_input
+        assert not module._forward_hooks
+        assert not module._forward_pre_hooks
+
+
+def test_a_model_that_counts_and_has_no_outliers_is_left_alone_with_a_warning():
+    with pytest.warns(CalibrationWarning, match="no input was smoothed"):
+        assert smooth_inputs(Counting(nn.Linear(16, 16)), batches(), "INT8_STATIC") == []
+
+
+@pytest.mark.parametrize("token_mask", ["attention_mask", lambda batch: batch["attention_mask"]], ids=["name", "call"])
+def test_padding_does_not_count(token_mask):
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = with_outliers()
+
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            return self.block(x)
+
+    padding = 1000.0 * torch.randn(4, 3, 16, generator=torch.Generator().manual_seed(2))
+    mask = torch.tensor([1] * 8 + [0] * 3).expand(4, -1)
+    padded = [{"x": torch.cat([batch, padding * batch[:, :1]], 1), "attention_mask": mask} for batch in batches()]
+    expected, unmasked, model = Masked(), Masked(), Masked()
+    whole = [{"x": batch, "attention_mask": mask} for batch in batches()]
+    smoothed = smooth_inputs(expected, whole, "INT8_STATIC")
+    assert smooth_inputs(model, padded, "INT8_STATIC", token_mask=token_mask) == smoothed
+    smooth_inputs(unmasked, padded, "INT8_STATIC")
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected.state_dict()[name]), name
+    changed = [
+        name for name, value in unmasked.state_dict().items() if not torch.equal(value, model.state_dict()[name])
+    ]
+    assert changed
+
+
+def test_a_batch_without_its_mask_or_without_tokens_that_count():
+    with pytest.raises(CalibrationError, match="the batch has no 'attention_mask', which token_mask names"):
+        smooth_inputs(with_outliers(), batches(), "INT8_STATIC", token_mask="attention_mask")
+    with pytest.warns(CalibrationWarning, match="no input was smoothed"):
+        nothing = smooth_inputs(
+            with_outliers(), batches(), "INT8_STATIC", token_mask=lambda x: torch.zeros(x.shape[:2])
+        )
+    assert nothing == []
 
 
 def test_shared_weights_stay():

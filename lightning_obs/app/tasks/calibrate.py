@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from typing_extensions import override
@@ -239,9 +240,22 @@ class Calibrate(Task):
         :meth:`run` calls it after the measurement in full precision, with ``smooth=true``.
         """
         job = self.job
-        batches = job.first_inputs(job.data.val_dataloader())
+        job.to_device()
+        mask_name = self.config.token_mask
+        inputs = []
+        masks: dict[int, torch.Tensor] = {}  # by the id of the inputs, which may lack the mask
+        for batch in job.data.val_dataloader():
+            inputs_of_batch = job.inputs(batch)
+            inputs.append(inputs_of_batch)
+            if mask_name is not None:
+                masks[id(inputs_of_batch)] = find_mask(batch, mask_name)
+
+        def mask_of(inputs_of_batch: Any) -> torch.Tensor:
+            return masks[id(inputs_of_batch)]
+
+        token_mask = None if mask_name is None else mask_of
         with step("smoothing inputs"):
-            smoothed = smooth_inputs(job.model, batches, job.callback.options)
+            smoothed = smooth_inputs(job.model, inputs, job.callback.options, token_mask=token_mask)
         before = sum(entry.error_before for entry in smoothed)
         after = sum(entry.error_after for entry in smoothed)
         if smoothed:
