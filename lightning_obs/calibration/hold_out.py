@@ -68,6 +68,7 @@ class InputSketch(Observer):
 
     Attributes:
         rank: of this process; the signs of different ranks are independent.
+        tokens: how many tokens were observed since the last reset.
     """
 
     statistics: ClassVar[tuple[Statistic, ...]] = (Statistic("sketch", "sum", of_inputs=True),)
@@ -76,7 +77,7 @@ class InputSketch(Observer):
     def __init__(self, base_name: str, args: QuantizationArgs) -> None:
         super().__init__(base_name, args)
         self.rank = 0
-        self._tokens = 0  # observed since the last reset
+        self.tokens = 0
 
     def measure_inputs(self, value: torch.Tensor) -> tuple[torch.Tensor]:
         """The sketch of one input ``(P, ..., C)``.
@@ -85,8 +86,8 @@ class InputSketch(Observer):
         """
         rows = value.flatten(1, -2).float()
         tokens = rows.shape[1]
-        signs, places = _signs_and_places(self._tokens, tokens, self.rank, rows.device)
-        self._tokens += tokens
+        signs, places = _signs_and_places(self.tokens, tokens, self.rank, rows.device)
+        self.tokens += tokens
         sketch = torch.zeros(len(rows), ROWS, rows.shape[-1], device=rows.device)
         return (sketch.index_add_(1, places, rows * signs),)
 
@@ -97,7 +98,7 @@ class InputSketch(Observer):
         Called by :meth:`HoldOut.reset`, and wherever all observers of an observation are reset.
         """
         super().reset(keep)
-        self._tokens = 0
+        self.tokens = 0
 
 
 @lru_cache(maxsize=4)
@@ -210,6 +211,24 @@ class HoldOut:
         fitted = getattr(self.observers[_FITTED], "sketch", None)
         kept_out = getattr(self.observers[_KEPT_OUT], "sketch", None)
         return None if fitted is None or kept_out is None else (fitted, kept_out)
+
+    @property
+    def sketched_tokens(self) -> list[int]:
+        """How many tokens each of the two sketches has; the signs of further tokens depend on it.
+
+        Saved beside the statistics, and set again, where a killed run from files goes on.
+        """
+        return [sketch.tokens for sketch in self._sketch_observers]
+
+    @sketched_tokens.setter
+    def sketched_tokens(self, tokens: Sequence[int]) -> None:
+        for sketch, number in zip(self._sketch_observers, tokens, strict=True):
+            sketch.tokens = number
+
+    @property
+    def _sketch_observers(self) -> list[InputSketch]:
+        """The observers of the two sketches."""
+        return [observer for observer in self.observers.values() if isinstance(observer, InputSketch)]
 
     def reset(self) -> None:
         """Forget everything that was observed; ``finalize`` calls this once the ranks have shared their estimates."""

@@ -43,7 +43,7 @@ from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
-from lightning_obs.model.module_qparams import get_scheme
+from lightning_obs.model.module_qparams import get_scheme, write_qparams
 from lightning_obs.model.weight import in_shards
 from lightning_obs.ranks.collectives import on_all_ranks
 from lightning_obs.schemes.planned_modules import PlannedModule
@@ -199,6 +199,19 @@ class StepwiseCalibration:
         for name in list(self._unfinished):
             if any(self._blocks.holds(index, name) for index in range(blocks)):
                 del self._unfinished[name]
+
+    def take_over(self, qparams: Mapping[str, dict[str, torch.Tensor]]) -> None:
+        """Give modules outside of blocks the qparams that a killed run has computed: they are finished.
+
+        ``calibrate_layerwise`` calls this before the first position, after :meth:`go_on_after`.
+
+        Args:
+            qparams: by module name, as the module held them. The modules are loaded.
+        """
+        for name, qparams_of_module in qparams.items():
+            target = self._unfinished.pop(name)
+            write_qparams(target.module, target.scheme, qparams_of_module)
+            self._finished[target.module] = WeightCache()
 
     # ------------------------------------------------------------------ the steps
 

@@ -82,6 +82,15 @@ class BlockRunner:
         self._forward = BlockForward(session.model, blocks, device)
         self._no_block_was_observed = True
 
+    def go_on_after(self, outputs: list[Any]) -> None:
+        """Continue a run that was killed; called before the first :meth:`run`.
+
+        Args:
+            outputs: the attribute after the last finished block. Modules before the first block were observed with it.
+        """
+        self.outputs = outputs
+        self._no_block_was_observed = False
+
     def attach(self, stack: ExitStack) -> None:
         """Replace the blocks' forwards until ``stack`` closes; called once, before the first :meth:`run`."""
         self._forward.attach(stack)

@@ -39,6 +39,7 @@ from lightning_obs.schemes.planned_modules import shares_in_float
 from lightning_obs.schemes.recipes import Recipe
 from lightning_obs.streaming.blocks import BlockRunner, FileBatches
 from lightning_obs.streaming.finished_blocks import FinishedBlocks, facts_of_run
+from lightning_obs.streaming.outside_blocks import calibrated_outside, dump_outside, load_outside
 from lightning_obs.streaming.parts import calibrated
 from lightning_obs.streaming.quantized_files import QuantizedFiles, require_apart
 from lightning_obs.streaming.source import CheckpointSource
@@ -128,7 +129,8 @@ def calibrate_layerwise(
             common_steps = set(finished_steps[0]).intersection(*finished_steps)
             if common_steps:
                 run.go_on_after(max(common_steps))
-        run.run(stack)
+        with ExitStack() as of_run:
+            run.run(of_run)
         with on_all_ranks(collectives):
             if new_folder is not None:
                 run.complete(new_folder)
@@ -204,15 +206,18 @@ class _LayerwiseRun:
             self._stepwise.result = self.result
         #: the number of measurements of activations in the blocks that an earlier run finished
         self._earlier_measurements = 0
+        #: what a killed run knew of the modules outside of blocks; None: none was killed
+        self._outside: Mapping[str, Any] | None = None
 
     def go_on_after(self, step: int) -> None:
         """Take over the first ``step`` blocks from a killed run. Called on all ranks, before :meth:`run`."""
         state = self._finished.load(step)
         self._step = step
         if self._stepwise is None:
-            self._runner.outputs = state["outputs"]
+            self._runner.go_on_after(state["outputs"])
         else:
             self._stepwise.go_on_after(step, *state["outputs"])
+        self._outside = state["outside"]
         self._file_of_tensor = state["files"]
         self._files.tally.done = state["size"]
         for name, value in state["result"].items():
@@ -223,8 +228,8 @@ class _LayerwiseRun:
         """Finish every unfinished block, then the modules outside of blocks.
 
         Args:
-            stack: collects the clean-up, and is closed after the calibration: then the session is detached, and
-                modules outside of blocks are freed.
+            stack: collects the clean-up, and is closed after the calibration, before :meth:`complete`: then the session
+                is detached, and modules outside of blocks are freed.
         """
         session = self._session
         outside = set(self._parts[-1])
@@ -237,8 +242,10 @@ class _LayerwiseRun:
                 stack.enter_context(self._stepwise.attached())
             session.count_batches(len(self._runner.batches))
             self._source.make_buffers(self._device)
+            self._restore_outside(stack)
             for name in self._parts[-1]:
-                self._load_at_first_call(name, stack)
+                if name not in calibrated_outside(self._outside):
+                    self._load_at_first_call(name, stack)
         for block in range(self._step, len(self._runner.blocks)):
             with self._source.loaded(self._parts[block], self._device):
                 self._finish_block(block)
@@ -249,6 +256,20 @@ class _LayerwiseRun:
         skipped = set(self.result.skipped)
         self.result.modules = [target.name for target in session.plan.targets if target.name not in skipped]
         self.result.seconds = time.perf_counter() - self._started
+
+    def _restore_outside(self, stack: ExitStack) -> None:
+        """Give the modules outside of blocks what a killed run knew of them, if one was killed.
+
+        Modules that have their qparams are loaded at once, and kept until ``stack`` closes: they run quantized.
+        """
+        if self._outside is None:
+            return
+        with on_all_ranks(self._session.collectives):
+            load_outside(self._session.observation, self._parts[-1], self._outside)
+            if self._stepwise is not None:
+                qparams = calibrated_outside(self._outside)
+                stack.enter_context(self._source.loaded(qparams, self._device))
+                self._stepwise.take_over(qparams)
 
     def _load_at_first_call(self, name: str, stack: ExitStack) -> None:
         """Let a module outside of blocks be loaded at its first call, and be kept until ``stack`` closes.
@@ -357,6 +378,7 @@ class _LayerwiseRun:
             "size": self._files.tally.done,
             "result": result,
             "outputs": self._kept_outputs,
+            "outside": dump_outside(self._session.observation, self._parts[-1]),
         }
         self._finished.save(step, state)
 

@@ -8,8 +8,12 @@ import shutil
 import signal
 import sys
 from collections import Counter
+from functools import partial
 
 import pytest
+import torch
+import transformers as t
+from torch import nn
 
 from lightning_obs import BlockRuns, CalibrationError, calibrate_layerwise
 from lightning_obs.files.tensors import TensorReader
@@ -126,6 +130,69 @@ def test_other_data_or_options_than_those_of_the_killed_run_are_refused(batches,
     with pytest.raises(CalibrationError, match=message):
         calibrate_layerwise(source, make_batches(batches), scheme, out, **{**STATIC, **options}, runs=BlockRuns(**runs))
     assert not out.exists()
+
+
+class BridgedLlama(t.LlamaForCausalLM):
+    """Calls a Linear before its first block, one before its second, and one before every block but the first."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for name in ("entry", "bridge", "gate"):
+            setattr(self.model, name, nn.Linear(config.hidden_size, config.hidden_size, bias=False))
+        for index, layer in enumerate(self.model.layers):
+            layer.register_forward_pre_hook(partial(self.before_layer, index))
+        self.post_init()
+
+    def before_layer(self, index, _, args):
+        hidden, *others = args
+        gate = self.model.gate if index else self.model.entry
+        hidden = hidden + gate(hidden)
+        if index == 1:
+            hidden = self.model.bridge(hidden)
+        return hidden, *others
+
+
+def bridged_llama(folder, monkeypatch):
+    monkeypatch.setattr("transformers.BridgedLlama", BridgedLlama, raising=False)
+    torch.manual_seed(0)
+    config = t.LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.1,
+    )  # fmt: skip
+    BridgedLlama(config).bfloat16().save_pretrained(folder)
+    return folder
+
+
+OUTSIDE = {
+    "moving averages": ("INT8_STATIC", {"observers": {"input": "minmax"}}, {}),
+    "quantized blocks": ("INT8_STATIC", {}, {"inputs": "quantized"}),
+    "gptq": ("W4A16", {"observers": {"weight": "hessian"}, "rounding": "gptq"}, {}),
+    "on quantized inputs": ("W4A16", ON_QUANTIZED_INPUTS, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*fitted weights have larger errors")  # of an untrained model, random tokens
+@pytest.mark.parametrize("case", OUTSIDE)
+def test_modules_outside_of_blocks_are_observed_once_by_both_runs(case, tmp_path, monkeypatch):
+    """The first run stops in the third block: what lies before it is not observed again, and not forgotten."""
+    source = bridged_llama(tmp_path / "llama", monkeypatch)
+    scheme, options, runs = OUTSIDE[case]
+    options = {"ignore": IGNORE, "engines": "unchecked", **options}
+
+    def stop(name, done, total):
+        if name.startswith("model.layers.2."):
+            raise KeyboardInterrupt
+
+    whole = calibrate_layerwise(source, make_batches(4), scheme, tmp_path / "whole", **options, runs=BlockRuns(**runs))
+    with pytest.raises(KeyboardInterrupt):
+        calibrate_layerwise(
+            source, make_batches(4), scheme, tmp_path / "out", **options, runs=BlockRuns(**runs, progress=stop)
+        )
+    result = calibrate_layerwise(source, make_batches(4), scheme, tmp_path / "out", **options, runs=BlockRuns(**runs))
+    assert {"model.entry", "model.bridge", "model.gate"} <= set(result.modules)
+    assert sums(tmp_path / "out") == sums(tmp_path / "whole")
+    for name in ("modules", "measurements", "input_ranges", "chosen_input_ranges", "skipped", "fit_errors"):
+        assert getattr(result, name) == getattr(whole, name), name
 
 
 def test_a_killed_run_on_quantized_inputs_goes_on_with_other_inputs_of_blocks_which_it_does_not_use(tmp_path):
