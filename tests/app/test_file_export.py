@@ -96,6 +96,7 @@ def test_a_run_writes_an_onnx_file_for_any_batch_and_says_what_onnxruntime_makes
     assert logits.shape == (3, 20, 259)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "kind", "name"), [("int8_dynamic", "onnx", "m.onnx"), ("int8_onnx", "program", "m.pt2")]
 )
@@ -123,6 +124,7 @@ def test_a_traced_file_has_the_answers_of_the_quantized_model(composed, scheme, 
         assert differences.max() < 0.02
 
 
+@pytest.mark.slow
 def test_sizes_may_be_fixed(command_line, tmp_path):
     words = ("export=onnx", "scheme=int8_dynamic", "model.dtype=float32", "export.dynamic=[]", "export.measure=false")
     done = command_line(*MEASURE_NOTHING, *words, "output_dir=run")

@@ -384,18 +384,19 @@ class Returns(nn.Module):
         return self.result(self.fc(output) * self.mean)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("result", "names"),
     [
+        (lambda y: {"mean": y, "parts": (y + 1, y + 2)}, ["mean_1", "parts_0", "parts_1"]),
         (lambda y: y, ["output_1"]),  # the input has the first name
         (lambda y: (y, y + 1), ["output_0", "output_1"]),
         (lambda y: [y], ["output_0"]),
-        (lambda y: {"mean": y, "parts": (y + 1, y + 2)}, ["mean_1", "parts_0", "parts_1"]),
         (lambda y: Ranges(y - 1, y + 1), ["low", "high"]),
         (lambda y: CausalLMOutput(logits=y, hidden_states=(y + 1,)), ["logits", "hidden_states_0"]),
         (lambda y: (None, y), ["output_1"]),
     ],
-    ids=["tensor", "tuple", "list", "dict", "named tuple", "of transformers", "None"],
+    ids=["dict", "tensor", "tuple", "list", "named tuple", "of transformers", "None"],
 )  # fmt: skip
 def test_outputs_have_the_names_of_what_the_model_returns(result, names, tmp_path):
     x = torch.randn(2, 16)
