@@ -1,19 +1,13 @@
 """Every example runs, on a tiny model, under either name of Lightning."""
 
 import re
-import runpy
-import subprocess
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from tests.support.in_process import run_script
 from tests.support.lightning_package import under_the_chosen_name
-from tests.support.lightning_ranks import like_torchrun
-from tests.support.rank_processes import run_ranks
+from tests.support.lightning_ranks import run_script_on_ranks
 from tests.support.tiny_model import save_tiny_llama
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
@@ -41,19 +35,8 @@ def test_every_example_is_tested():
 
 
 SMALL = {"--epochs": "8", "--steps": "3", "--tokens": "32", "--bits": "7"}
-NEW_PROCESS = {"11_lm_eval"}
 ON_RANKS = {"05_ddp", "06_fsdp2"}
 SLOW = {"08_fine_tune_images", "11_lm_eval"}
-
-
-def on_script(rank, path, arguments, folder):
-    """What it prints where torchrun has started it; Lightning's own launcher: tests/app/test_cli.py."""
-    like_torchrun(rank, 2)
-    with pytest.MonkeyPatch.context() as patched, redirect_stdout(StringIO()) as printed:
-        patched.chdir(folder)
-        patched.setattr(sys, "argv", [str(path), *arguments])
-        runpy.run_path(str(path), run_name="__main__")
-    return printed.getvalue()
 
 
 def run(example, folder, *arguments):
@@ -67,14 +50,12 @@ def run(example, folder, *arguments):
     if example.with_suffix(".yaml").exists():
         arguments = ("fit", "--config", str(example.with_suffix(".yaml")))
     if path.stem in ON_RANKS:
-        return "".join(run_ranks(on_script, 2, path, arguments, folder, timeout=120))
-    if path.stem not in NEW_PROCESS:
-        done = run_script(path, *arguments, folder=folder)
+        processes = run_script_on_ranks(2, path, *arguments, folder=folder)
     else:
-        command = [sys.executable, str(path), *arguments]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        processes = [run_script(path, *arguments, folder=folder)]
+    for done in processes:
+        assert done.returncode == 0, done.stderr
+    return "".join(done.stdout for done in processes)
 
 
 @pytest.mark.slow

@@ -17,10 +17,8 @@ from tests.support.tutorial import Tutorial
 
 PAGE = "\n".join(page(f"docs/guide/{name}.md") for name in ("start", "further", "further_runs"))
 LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=2", "max_epochs=5": "max_epochs=3"}
-LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101"}
-#: Lightning's launcher starts a second process of it
-NEW_PROCESS = {"ranks.py"}
-TUTORIAL = Tutorial(PAGE, LESS, NEW_PROCESS)
+LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101", "n_layers=2": "n_layers=1"}
+TUTORIAL = Tutorial(PAGE, LESS, on_ranks={"ranks.py"})
 INSTALL = TUTORIAL.contents("bash")[0]
 
 

@@ -43,9 +43,10 @@ def run_command_line(*arguments: str, folder: Path, environment: Mapping[str, st
     return done
 
 
-def run_script(path: Path, *arguments: str, folder: Path) -> Done:
-    """``python -W ignore path arguments`` in ``folder``."""
+def run_script(path: Path, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None) -> Done:
+    """``python -W ignore path arguments`` in ``folder``, with further variables in the environment."""
     with _as_its_own_process([str(path.parent), *sys.path], [str(path), *arguments], folder) as done:
+        os.environ.update(environment or {})
         runpy.run_path(str(path), run_name="__main__")
     return done
 

@@ -6,8 +6,10 @@ on how many rows it has. Ranks of `run_ranks` look to Lightning like those that 
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_obs import CalibrationCallback
-from tests.support.in_process import Done, run_command_line
-from tests.support.lightning_package import L
+from tests.support.in_process import Done, run_command_line, run_script
+from tests.support.lightning_package import MESSAGES, L
 from tests.support.rank_processes import run_ranks
 
 WIDTH = 8
@@ -44,6 +46,27 @@ def run_command_line_on_ranks(ranks: int, *arguments: str, folder: Path) -> list
 
 def _on_rank(rank: int, ranks: int, arguments: tuple[str, ...], folder: Path) -> Done:
     return run_command_line(*arguments, folder=folder, environment=environment_of_torchrun(rank, ranks))
+
+
+def run_script_on_ranks(ranks: int, path: Path, *arguments: str, folder: Path) -> list[Done]:
+    """``torchrun --nproc_per_node=ranks path arguments`` in ``folder``: what ranks printed, and Lightning's messages.
+
+    Lightning's own launcher: tests/app/test_cli.py.
+    """
+    return run_ranks(_script_on_rank, ranks, ranks, path, arguments, folder, timeout=120)
+
+
+def _script_on_rank(rank: int, ranks: int, path: Path, arguments: tuple[str, ...], folder: Path) -> Done:
+    messages = StringIO()
+    handler = logging.StreamHandler(messages)
+    logger = logging.getLogger(MESSAGES)
+    logger.addHandler(handler)
+    try:
+        done = run_script(path, *arguments, folder=folder, environment=environment_of_torchrun(rank, ranks))
+    finally:
+        logger.removeHandler(handler)
+    done.stderr += messages.getvalue()
+    return done
 
 
 def trainer(*callbacks: L.Callback, ranks: int = 1, **options: Any) -> L.Trainer:

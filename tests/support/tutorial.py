@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.support.in_process import run_script
 from tests.support.lightning_package import MESSAGES, under_the_chosen_name
+from tests.support.lightning_ranks import run_script_on_ranks
 
 
 class Tutorial:
@@ -21,14 +20,14 @@ class Tutorial:
         page: its text. A block of Python begins with a comment that is the file's name. A block of bash is one command
             that runs a file; where a block of text follows it, the command prints its lines.
         less: what makes the project small: texts in its files, and what stands in their place.
-        in_new_processes: the files that are not run in the test's own process.
+        on_ranks: the files that are run on two ranks, as torchrun starts them.
     """
 
-    def __init__(self, page: str, less: Mapping[str, str], in_new_processes: Collection[str] = ()) -> None:
+    def __init__(self, page: str, less: Mapping[str, str], on_ranks: Collection[str] = ()) -> None:
         #: (language, content) of every block, in order
         self.blocks: list[tuple[str, str]] = re.findall(r"```(python|bash|text)\n(.*?)```", page, flags=re.DOTALL)
         self._less = less
-        self._in_new_processes = in_new_processes
+        self._on_ranks = on_ranks
 
     def contents(self, language: str) -> list[str]:
         """The blocks of one language."""
@@ -76,13 +75,13 @@ class Tutorial:
         """What a command prints, on both channels."""
         python, name, *arguments = shlex.split(command)
         assert python == "python"
-        if name in self._in_new_processes:
-            script = [sys.executable, "-W", "ignore", name, *arguments]
-            done: Any = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+        if name in self._on_ranks:
+            processes = run_script_on_ranks(2, folder / name, *arguments, folder=folder)
         else:
-            done = run_script(folder / name, *arguments, folder=folder)
-        assert done.returncode == 0, done.stderr
-        return done.stdout + done.stderr
+            processes = [run_script(folder / name, *arguments, folder=folder)]
+        for done in processes:
+            assert done.returncode == 0, done.stderr
+        return "\n".join(done.stdout + done.stderr for done in processes)
 
 
 def _file_name(code: str) -> str:
