@@ -11,6 +11,7 @@ from tests.support.markdown import blocks, commands, page
 from tests.support.tiny_model import save_tiny_llama
 
 PAGE = page("docs/guide/measure.md") + page("docs/guide/measure_observers.md")
+COMMANDS = commands(PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def test_the_python_runs_from_top_to_bottom(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands(PAGE))
+@pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs(command, tiny, tmp_path):
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "lightning_obs"]

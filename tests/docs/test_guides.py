@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from lightning_obs import CalibrationCallback
 from tests.app.test_cli import ON_RANKS
 from tests.callbacks.calibration_modules import Plain, loader, trainer
+from tests.docs import test_choosing, test_readme
 from tests.support.gguf_base import write_base
 from tests.support.in_process import run_command_line
 from tests.support.markdown import ROOT, blocks, commands
@@ -61,14 +62,18 @@ COMMANDS_ELSEWHERE = {
     "other_models": "tests/app/test_other_models.py",
     "larger_than_memory": "tests/app: test_weights, test_layerwise, test_vision_language",
 }
-#: commands that other tests run: on two ranks, and on two nodes
+#: a command that other tests run, on two nodes
 ON_NODES = (
     "torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=node0:29500 "
     "--rdzv_id=calibration script.py"
 )
-RUN = []
+RUN_ELSEWHERE = {ON_RANKS, ON_NODES, *test_readme.APPLICATION, *test_choosing.COMMANDS}
+#: the guide that shows a command first, by the command
+RUN = {}
 for name in sorted(GUIDES.keys() - COMMANDS_ELSEWHERE.keys()):
-    RUN += [(name, command) for command in commands(GUIDES[name]) if command not in (ON_RANKS, ON_NODES)]
+    for command in commands(GUIDES[name]):
+        if command not in RUN_ELSEWHERE:
+            RUN.setdefault(command, name)
 
 
 @pytest.fixture(scope="module")
@@ -210,8 +215,8 @@ def earlier_run(tiny, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("guide", "command"), RUN)
-def test_the_command_of_a_guide_runs(guide, command, tiny, mixture, earlier_run, tmp_path):
+@pytest.mark.parametrize(("command", "guide"), RUN.items())
+def test_the_command_of_a_guide_runs(command, guide, tiny, mixture, earlier_run, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"paragraph {i} " * 30 for i in range(32)))
     folder = mixture if guide == "experts" else tiny
