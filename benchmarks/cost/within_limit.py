@@ -55,9 +55,10 @@ def attempt(*arguments: Any) -> str:
     return "done" if error is None else f"{type(error).__name__}: {error}"
 
 
-def limited(limit: int, folder: Path, out: Path, whole: bool) -> None:
+def limited(limit: int, folder: Path, out: Path, blocks: int, whole: bool) -> None:
     """Calibrate within ``limit`` MB above what is taken now, or only bring the weights into memory."""
-    batches, status = tokens(folder, 8, 256, 0), Path("/proc/self/status").read_text()
+    batches = tokens(folder, blocks, 256, 0)
+    status = Path("/proc/self/status").read_text()
     found = re.search(r"VmData:\s+(\d+) kB", status)
     assert found is not None
     allowed = int(found[1]) * 1024 + limit * 10**6
@@ -75,22 +76,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--limit", type=int, default=300, help="MB above imports")
     parser.add_argument("--model", type=Path, help="folder of a checkpoint in full precision")
+    parser.add_argument("--blocks", type=int, default=8, help="of 256 tokens, to calibrate on and to measure on")
     options = parser.parse_args()
     torch.set_num_threads(1)  # before anything is computed: threads would be missing in a fork
     folder = options.model or default_model_folder()
     logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out"
-        whole = attempt(options.limit, folder, out, True)
+        whole = attempt(options.limit, folder, out, options.blocks, True)
         refused = "allocate memory" in whole
         print(f"all weights within {options.limit} MB: {'no room' if refused else whole}")
-        by_layers = attempt(options.limit, folder, out, False)
+        by_layers = attempt(options.limit, folder, out, options.blocks, False)
         print(f"layer by layer within {options.limit} MB: {by_layers}")
         if by_layers != "done" or not refused:
             return 1
-        held_out = tokens(folder, 8, 256, 64)
+        held_out = tokens(folder, options.blocks, 256, 64)
         before, after = perplexity(folder, held_out), perplexity(out, held_out)
-        print(f"perplexity on {8 * 256:,} held-out tokens: {before:.3f} before, {after:.3f} after")
+        print(f"perplexity on {options.blocks * 256:,} held-out tokens: {before:.3f} before, {after:.3f} after")
     return 0
 
 

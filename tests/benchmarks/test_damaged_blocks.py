@@ -9,10 +9,11 @@ BLOCKS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "faults" 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("damages", [28, pytest.param(84, marks=pytest.mark.nightly)])
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_that_goes_on_from_damage_is_refused_or_ends_with_the_right_files():
+def test_a_run_that_goes_on_from_damage_is_refused_or_ends_with_the_right_files(damages):
     refused = 0
-    for name, counted, faults in BLOCKS["damaged"](56, 1):
+    for name, counted, faults in BLOCKS["damaged"](damages, 1):
         assert not faults, name
         refused += counted["refused"]
     assert refused

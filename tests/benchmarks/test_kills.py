@@ -9,7 +9,7 @@ KILLS = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "faults" /
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("kind", KILLS["KINDS"])
+@pytest.mark.parametrize("kind", sorted(KILLS["KINDS"]))
 def test_a_kill_at_any_call_leaves_the_old_or_the_new(kind, tmp_path):
     found, at, killed = [], 1, True
     while killed:
