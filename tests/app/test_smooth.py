@@ -11,6 +11,7 @@ from lightning_obs import CalibrationError
 from lightning_obs.app.main import run
 
 
+@pytest.mark.usefixtures("verified_here")
 def test_a_run_smooths_before_it_calibrates_and_exports_the_smooth_weights(composed, tiny_folder, tmp_path, capsys):
     name = "model.layers.0.input_layernorm.weight"
     shutil.copytree(tiny_folder, tmp_path / "outliers")

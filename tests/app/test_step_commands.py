@@ -37,8 +37,11 @@ def composed(words):
         return compose("config", overrides=words)
 
 
-@pytest.mark.parametrize("scheme", WORDS)
-@pytest.mark.parametrize("parts", [{}, {"metrics": {}}, {"was_trained": True, "calibrated": {"perplexity": 20.0}}])
+UNMEASURED, TRAINED = {"metrics": {}}, {"was_trained": True, "calibrated": {"perplexity": 20.0}}
+PARTS = [("INT8_STATIC", UNMEASURED), ("FP8", UNMEASURED), ("INT8_STATIC_ASYM", TRAINED), ("W4A8", TRAINED)]
+
+
+@pytest.mark.parametrize(("scheme", "parts"), [*((scheme, {}) for scheme in WORDS), *PARTS])
 def test_every_proposed_command_composes_and_its_task_reads_it(scheme, parts, tmp_path):
     folder = tmp_path / "a folder with 'quotes'"
     steps = judge(run(scheme, spoilt(), **parts), folder).steps

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,7 +92,7 @@ class Browser:
         self.send("Page.navigate", url="about:blank")
         self.send("Page.navigate", url=page.resolve().as_uri() + fragment)
         while self.run("document.readyState + location.protocol") != "completefile:":
-            pass
+            time.sleep(0.005)  # each question takes time from the page
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""

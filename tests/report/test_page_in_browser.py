@@ -41,8 +41,7 @@ def search(browser, words):
 
 @pytest.mark.slow_but_first
 @in_chromium
-@pytest.mark.parametrize("width", [1600, 1300, 390])
-@pytest.mark.parametrize("dark", [False, True])
+@pytest.mark.parametrize(("width", "dark"), [(1600, False), (1300, True), (390, False)])
 def test_a_browser_shows_sorts_searches_and_opens_at_every_width(folder, browser, width, dark):
     report = made_up(210)
     browser.open(folder / "report.html", width=width, dark=dark)
