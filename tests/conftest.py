@@ -93,7 +93,7 @@ def pytest_collection_modifyitems(items):
 def starts_processes(item):
     """Whether a test, or another one of its module, takes processes from tests/support/rank_processes.py."""
     module = getattr(item, "module", None)
-    takes = ("run_ranks", "run_apart", "run_command_line_on_ranks", "warm_context")
+    takes = ("run_ranks", "run_apart", "run_command_line_on_ranks", "run_script_on_ranks", "warm_context")
     return any(hasattr(module, name) for name in takes) or "warm_workers" in getattr(item, "fixturenames", ())
 
 

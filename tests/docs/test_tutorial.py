@@ -8,17 +8,19 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from tests.support.lightning_ranks import run_script_on_ranks
 from tests.support.markdown import ROOT, blocks, page
 from tests.support.tutorial import Tutorial
 
 PAGE = "\n".join(page(f"docs/guide/{name}.md") for name in ("start", "further", "further_runs"))
 LESS = {"max_epochs=6": "max_epochs=1", "max_epochs=3": "max_epochs=2", "max_epochs=5": "max_epochs=3"}
 LESS |= {"count = min(len(prose), len(code)) // 64": "count = 101", "n_layers=2": "n_layers=1"}
-TUTORIAL = Tutorial(PAGE, LESS, on_ranks={"ranks.py"})
+TUTORIAL = Tutorial(PAGE, LESS, {"ranks.py": partial(run_script_on_ranks, 2)})
 INSTALL = TUTORIAL.contents("bash")[0]
 
 

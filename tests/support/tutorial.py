@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.support.in_process import run_script
+from tests.support.in_process import Done, run_script
 from tests.support.lightning_package import MESSAGES, under_the_chosen_name
-from tests.support.lightning_ranks import run_script_on_ranks
 
 
 class Tutorial:
@@ -20,14 +19,16 @@ class Tutorial:
         page: its text. A block of Python begins with a comment that is the file's name. A block of bash is one command
             that runs a file; where a block of text follows it, the command prints its lines.
         less: what makes the project small: texts in its files, and what stands in their place.
-        on_ranks: the files that are run on two ranks, as torchrun starts them.
+        launchers: what runs a file on several ranks, by its name.
     """
 
-    def __init__(self, page: str, less: Mapping[str, str], on_ranks: Collection[str] = ()) -> None:
+    def __init__(
+        self, page: str, less: Mapping[str, str], launchers: Mapping[str, Callable[..., list[Done]]] | None = None
+    ) -> None:
         #: (language, content) of every block, in order
         self.blocks: list[tuple[str, str]] = re.findall(r"```(python|bash|text)\n(.*?)```", page, flags=re.DOTALL)
         self._less = less
-        self._on_ranks = on_ranks
+        self._launchers = launchers or {}
 
     def contents(self, language: str) -> list[str]:
         """The blocks of one language."""
@@ -75,8 +76,8 @@ class Tutorial:
         """What a command prints, on both channels."""
         python, name, *arguments = shlex.split(command)
         assert python == "python"
-        if name in self._on_ranks:
-            processes = run_script_on_ranks(2, folder / name, *arguments, folder=folder)
+        if name in self._launchers:
+            processes = self._launchers[name](folder / name, *arguments, folder=folder)
         else:
             processes = [run_script(folder / name, *arguments, folder=folder)]
         for done in processes:
