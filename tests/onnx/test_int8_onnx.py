@@ -286,6 +286,7 @@ class Mobile(nn.Module):
         return self.head(self.blocks(self.norm(self.stem(image))).mean((2, 3)))
 
 
+@pytest.mark.slow
 def test_a_batch_norm_that_activates_and_a_sum_are_computed_with_integers(tmp_path):
     model, session = calibrated(Mobile())
     norms = {"norm.act", "blocks.0.norm1.act", "blocks.1.norm1.drop", "blocks.1.norm1"}
@@ -584,6 +585,7 @@ def test_scales_of_outputs_are_learned_where_a_relu_works_in_place():
     assert not torch.equal(module.net.blocks[0].norm2.output_scale, observed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("callback", "net"), [(CalibrationCallback, Residual), (QuantizationAwareTraining, FunctionalResidual)]
 )
@@ -617,6 +619,7 @@ ASYMMETRIC_WEIGHTS = {
 }
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("scheme", "shape", "bias"),
     [
@@ -853,6 +856,7 @@ class Decoder(nn.Module):
         return self.last(torch.cat([self.upsample(self.small(large)), large], 1))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("mode", "joined_in"), [("nearest", "QLinearConcat"), ("bilinear", "Concat")])
 def test_a_concatenation_that_reads_the_nearest_values_is_of_integers(tmp_path, mode, joined_in):
     model, _ = calibrated(Decoder(mode))
