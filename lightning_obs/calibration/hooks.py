@@ -340,7 +340,7 @@ class _ActivationHook:
             layout: of ``tokens``.
         """
         measured = self._calls.cache.measured
-        observers = self._observers
+        observers = () if self._calls.only_for_weights else self._observers
         if self._experts is not None and self._experts.may_wait(self._target.name):
             observers = self._experts.wait(self._target.name, observers, tokens, self._calls.mask, measured)
         if self._calls.mask is not None and (observers or self._weight_observers):

@@ -8,6 +8,7 @@ the unquantized model there. So the session keeps the arguments of each call on 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.token_weights import TokenWeights, WeightsOfCall
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.calls import Autocast
@@ -33,6 +35,7 @@ class _Call:
     mask: torch.Tensor | None  # of the tokens that count; None: all tokens count
     autocast: Autocast  # of the model's device
     token_weights: WeightsOfCall | None  # how much each token counts; None: all tokens count alike
+    random_token_weights: WeightsOfCall | None  # the same with random tokens; None also without random tokens
 
 
 class KeptCalls:
@@ -48,10 +51,15 @@ class KeptCalls:
         obstacle: why a call could not be kept, if a recipe asks for quantized inputs (otherwise that is an error). The
             modules of that call and of later ones are observed while the call runs. None: all calls could be kept so
             far. :meth:`.KeptRuns.calibrate` reads it.
+        random_tokens: with which each call runs a second time; None: no call does.
+
+    Raises:
+        CalibrationError: as :meth:`.RandomTokens.of`, by the constructor.
     """
 
     def __init__(self, observation: Observation) -> None:
         self.obstacle: str | None = None
+        self.random_tokens = RandomTokens.of(observation)
         self._observation = observation
         self._batches = KeptBatches(KEPT_BYTES)
         self._remove_hook: Callable[[], None] | None = None
@@ -112,16 +120,25 @@ class KeptCalls:
         """
         self._batches = KeptBatches(KEPT_BYTES)
 
-    def run(self, index: int) -> Any:
+    def run(self, index: int, has_random_tokens: bool = False) -> Any:
         """Repeat a kept call with copies of its arguments, its token weights and its autocast; return the output.
 
         ``StepwiseCalibration`` calls this for each kept call, many times. It sets the mask itself (:meth:`mask`).
+
+        Args:
+            index: of the call.
+            has_random_tokens: whether :attr:`random_tokens` replace some of its tokens.
         """
         args, kwargs = self._batches.copy(index)
         call: _Call = self._batches.note(index)
-        if self.token_weights is not None and call.token_weights is not None:
-            self.token_weights.use(call.token_weights)
-        with call.autocast.entered():
+        weights = call.random_token_weights if has_random_tokens else call.token_weights
+        if self.token_weights is not None and weights is not None:
+            self.token_weights.use(weights)
+        with ExitStack() as stack:
+            if has_random_tokens:
+                assert self.random_tokens is not None
+                self.random_tokens.attach(index, stack)
+            stack.enter_context(call.autocast.entered())
             return self._observation.model(*args, **kwargs)
 
     def mask(self, index: int) -> torch.Tensor | None:
@@ -167,10 +184,16 @@ class KeptCalls:
         if self._observation.calls.is_paused or is_inside_quantized(model) or self.obstacle is not None:
             return
         parameter = next(model.parameters(), None)
+        token_weights = self.token_weights
+        random_token_weights = None
+        if token_weights is not None and self.random_tokens is not None:
+            batch = len(self)
+            random_token_weights = token_weights.with_random_tokens(model, args, kwargs, self.random_tokens, batch)
         call = _Call(
             mask=self._observation.calls.mask,
             autocast=Autocast.of(None if parameter is None else parameter.device),
-            token_weights=None if self.token_weights is None else self.token_weights.of_call,
+            token_weights=None if token_weights is None else token_weights.of_call,
+            random_token_weights=random_token_weights,
         )
         try:
             self._batches.add(arguments, call)

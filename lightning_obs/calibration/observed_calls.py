@@ -29,6 +29,8 @@ class ObservedCalls:
         is_paused: whether hooks ignore the calls of the model, although they are attached.
         is_kept: whether the present call of the model is kept (:class:`.KeptCalls`). Hooks ignore its modules, which
             are observed when the call runs again.
+        only_for_weights: whether the present run has random tokens (:mod:`.random_tokens`). Weights observe their
+            inputs then; the ranges of activations do not.
         mask: the mask of the present call, on the CPU, nonzero for the tokens ``(batch, tokens)`` or samples
             ``(batch,)`` that count; None: all count.
         expert_tokens: by name of the experts' container, how many tokens the router sent to each expert. A count is an
@@ -42,6 +44,7 @@ class ObservedCalls:
     measurements: int = 0
     is_paused: bool = False
     is_kept: bool = False
+    only_for_weights: bool = False
     mask: torch.Tensor | None = None
     expert_tokens: dict[str, list[Any]] = field(default_factory=dict)
     cache: ReadCache = field(default_factory=ReadCache)

@@ -23,6 +23,7 @@ from lightning_obs.calibration.fitted_recipe import memory_of
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.kept_calls import KeptCalls
 from lightning_obs.calibration.observation import Observation
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
@@ -140,9 +141,14 @@ class _FirstBatches:
         """How many batches run."""
         return self.count
 
-    def run(self, index: int) -> Any:
-        """Run batch ``index``; return the model's output."""
-        return self.batches.run(index)
+    @property
+    def random_tokens(self) -> RandomTokens | None:
+        """With which each batch runs a second time; None: no batch does."""
+        return self.batches.random_tokens
+
+    def run(self, index: int, has_random_tokens: bool = False) -> Any:
+        """Run batch ``index``, with random tokens or without; return the model's output."""
+        return self.batches.run(index, has_random_tokens)
 
     def mask(self, index: int) -> torch.Tensor | None:
         """The mask of batch ``index``; None: all tokens count."""
@@ -152,8 +158,8 @@ class _FirstBatches:
 def _that_fit(batches: Batches, size: int) -> Batches:
     """The first batches whose outputs fit in a quarter of the machine's memory; a warning says how many if not all do.
 
-    :func:`calibrate_on_quantized_inputs` calls this before the steps. They keep two outputs of a block for each batch,
-    one in full precision and one of the quantized blocks.
+    :func:`calibrate_on_quantized_inputs` calls this before the steps. They keep two outputs of a block for each run of
+    a batch, one in full precision and one of the quantized blocks; with random tokens each batch has two runs.
 
     Args:
         batches: of this rank.
@@ -164,7 +170,8 @@ def _that_fit(batches: Batches, size: int) -> Batches:
     """
     if not size:
         return batches
-    most = max(1, int(_SHARE_OF_MEMORY * memory_of(torch.device("cpu"))) // (2 * size))
+    runs = 1 if batches.random_tokens is None else 2
+    most = max(1, int(_SHARE_OF_MEMORY * memory_of(torch.device("cpu"))) // (2 * size * runs))
     if len(batches) <= most:
         return batches
     warn(

@@ -7,7 +7,7 @@ the modules of the step observe their inputs; then these modules get their qpara
 
 In each run the model is called from its beginning, but the earlier blocks are skipped: :class:`.BlockForward` replaces
 the block before the position by its kept output. A model without known blocks is one position, which runs in full for
-each step.
+each step. With :mod:`.random_tokens` each batch has two such runs.
 
 If a rounding makes up for a share of the errors of its inputs (the *correction*), each batch also runs in full
 precision, from outputs that were kept of the full-precision blocks.
@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,6 +33,7 @@ from lightning_obs.calibration.finalize import finalize
 from lightning_obs.calibration.hooks import ObserverHooks
 from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.paired_inputs import PairedInputs
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.result import CalibrationResult, result_of
 from lightning_obs.calibration.token_weights import TokenWeights
 from lightning_obs.calibration.total_progress import TotalProgress
@@ -58,15 +59,24 @@ class Batches(Protocol):
     (``streaming/blocks.py``) have these methods, and :class:`StepwiseCalibration` calls them.
     """
 
+    @property
+    def random_tokens(self) -> RandomTokens | None:
+        """The random tokens with which each batch runs a second time; None: no batch does."""
+        ...
+
     def __len__(self) -> int:
         """How many batches there are."""
         ...
 
-    def run(self, index: int) -> Any:
+    def run(self, index: int, has_random_tokens: bool = False) -> Any:
         """Call the model, from its beginning, on batch ``index``, and return its output.
 
         :meth:`.BlockForward.run` calls this for each run of a position. It skips the earlier blocks, and catches
         :class:`.RunEnded`, by which a hook ends the call early.
+
+        Args:
+            index: of the batch.
+            has_random_tokens: whether :attr:`random_tokens` replace some of its tokens.
         """
 
     def mask(self, index: int) -> torch.Tensor | None:
@@ -74,6 +84,14 @@ class Batches(Protocol):
 
         Asked before each run in which the modules of a step observe the batch.
         """
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One of the runs in which the modules of a step observe their inputs: a batch, with random tokens or without."""
+
+    batch: int  # the number of the batch on this rank
+    has_random_tokens: bool
 
 
 def require_steps_possible(observation: Observation) -> None:
@@ -116,9 +134,10 @@ class StepwiseCalibration:
 
     Attributes:
         result: of the positions so far; its qparams are on the CPU.
-        exact_outputs: for each batch, the output of the last finished block in full precision, on the CPU; None
-            without a correction.
-        quantized_outputs: for each batch, the output of the last finished block with quantized blocks, on the CPU.
+        exact_outputs: for each run of a batch, the output of the last finished block in full precision, on the CPU;
+            None without a correction.
+        quantized_outputs: for each run of a batch, the output of the last finished block with quantized blocks, on the
+            CPU.
     """
 
     def __init__(
@@ -132,10 +151,11 @@ class StepwiseCalibration:
         self.observation = observation
         self.result: CalibrationResult = result_of(observation)
         self.result.modules = []
-        self.exact_outputs: list[Any] = [None] * len(batches)
-        self.quantized_outputs: list[Any] = [None] * len(batches)
-        self._blocks = blocks
         self._batches = batches
+        self._runs = _runs_of(batches)
+        self.exact_outputs: list[Any] = [None] * len(self._runs)
+        self.quantized_outputs: list[Any] = [None] * len(self._runs)
+        self._blocks = blocks
         self._token_weights = token_weights
         self._forward = BlockForward(observation.model, blocks.modules, device)
         self._unfinished = {target.name: target for target in observation.plan.targets}
@@ -223,7 +243,7 @@ class StepwiseCalibration:
         collectives = self.observation.collectives
         calls: list[tuple[str, int]] = []
         with on_all_ranks(collectives):
-            if len(self._batches) and self._unfinished:
+            if self._runs and self._unfinished:
                 calls = self._calls_of_first_batch(position)
         calls = next(filter(None, collectives.gather_object(calls)), [])
         self._calls = Counter(name for name, _ in calls)
@@ -273,6 +293,7 @@ class StepwiseCalibration:
     def _observe(self, position: int, part: Observation) -> None:
         """Run all batches through a position, up to the last call of the modules of a step, which observe their inputs.
 
+        A run with random tokens is for the weights alone.
         A run ends after as many calls of these modules as the first batch has made. If another batch makes more calls,
         the further ones are not observed; if it makes fewer, it runs to the end of the position.
 
@@ -281,9 +302,10 @@ class StepwiseCalibration:
             part: the record of the step's modules, with the whole model.
         """
         pairs = self._pairs_of(part)
-        for index in range(len(self._batches)):
-            part.calls.mask = self._batches.mask(index)
-            part.calls.number = index  # by it the hold-outs of judged modules keep every fourth batch out
+        for index, run in enumerate(self._runs):
+            part.calls.mask = self._batches.mask(run.batch)
+            part.calls.number = run.batch  # by it the hold-outs of judged modules keep every fourth batch out
+            part.calls.only_for_weights = run.has_random_tokens
             part.calls.cache.forget()
             if pairs is not None:
                 with ExitStack() as stack:
@@ -300,6 +322,7 @@ class StepwiseCalibration:
                 pairs.forget()
         part.calls.mask = None
         part.calls.number = None
+        part.calls.only_for_weights = False
         part.calls.cache.forget()
 
     def _pairs_of(self, part: Observation) -> PairedInputs | None:
@@ -358,11 +381,14 @@ class StepwiseCalibration:
     # ------------------------------------------------------------------ runs
 
     def _run_exact(self, position: int, index: int) -> Any:
-        """Run a batch through a position in full precision; return its block's output, None if a hook ends the run."""
-        return self._forward.run(position, self.exact_outputs[index], partial(self._batches.run, index))
+        """Do one of the runs through a position in full precision.
+
+        Returns the output of the position's block, or None if a hook ends the run.
+        """
+        return self._forward.run(position, self.exact_outputs[index], self._call_of(index))
 
     def _run_quantized(self, position: int, index: int) -> Any:
-        """Run a batch through a position with finished modules quantized.
+        """Do one of the runs through a position with finished modules quantized.
 
         Returns the output of the position's block, or None if a hook ends the run.
         """
@@ -370,7 +396,12 @@ class StepwiseCalibration:
             for module, cache in self._finished.items():
                 stack.callback(quantize_forward(module))
                 quantization_of(module).weight_cache = cache
-            return self._forward.run(position, self.quantized_outputs[index], partial(self._batches.run, index))
+            return self._forward.run(position, self.quantized_outputs[index], self._call_of(index))
+
+    def _call_of(self, index: int) -> Callable[[], Any]:
+        """A function that calls the model, from its beginning, for one of the runs."""
+        run = self._runs[index]
+        return partial(self._batches.run, run.batch, run.has_random_tokens)
 
     def _go_on(self, position: int) -> None:
         """Run a finished block once more on all batches, keep its outputs for the next position, and leave the block.
@@ -380,7 +411,7 @@ class StepwiseCalibration:
         if position == len(self._blocks.modules):
             return
         with on_all_ranks(self.observation.collectives):
-            for index in range(len(self._batches)):
+            for index in range(len(self._runs)):
                 if self._corrects:
                     output = self._run_exact(position, index)
                     self.exact_outputs[index] = copied(output, _CPU)
@@ -395,7 +426,15 @@ class StepwiseCalibration:
                 self._finished.pop(target.module, None)
 
 
-# ---------------------------------------------------------------------- parts of a step
+# ---------------------------------------------------------------------- runs and parts of a step
+
+
+def _runs_of(batches: Batches) -> list[_Run]:
+    """The runs of each step: all batches, and with random tokens all once more."""
+    runs = [_Run(number, has_random_tokens=False) for number in range(len(batches))]
+    if batches.random_tokens is not None:
+        runs += [_Run(number, has_random_tokens=True) for number in range(len(batches))]
+    return runs
 
 
 def steps_of(calls: Sequence[tuple[str, int]], fused: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -35,6 +35,7 @@ from lightning_obs.calibration.base_names import GRADIENTS
 from lightning_obs.calibration.hold_out import Place
 from lightning_obs.calibration.observation import Observation, fused_sets_by_module
 from lightning_obs.calibration.output_probe import OutputProbe, rows_that_count
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.extra_runs import random_numbers_restored
@@ -137,20 +138,68 @@ class TokenWeights:
             CalibrationError: the model cannot be copied; no gradient leads from its output to a module; or the class
                 dimension of its logits is unknown.
         """
-        self._weights = {}
         self._weighed_calls.clear()
         self._predicted = None
+        self._measure(model, args, kwargs)
+
+    def with_random_tokens(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], random_tokens: RandomTokens, batch: int
+    ) -> WeightsOfCall:
+        """Measure the token weights that the present call would have with random tokens; its own do not change.
+
+        :class:`.KeptCalls` calls this after :meth:`measure`, and keeps the result for :meth:`use`.
+
+        Args:
+            model: the model.
+            args, kwargs: of the call.
+            random_tokens: that replace some tokens of the call.
+            batch: the number of the call among the kept ones.
+
+        Raises:
+            CalibrationError: as :meth:`measure` says.
+        """
+        of_call = self._weights
+        predicted = self._predicted
+        try:
+            self._measure(model, args, kwargs, partial(random_tokens.attach, batch))
+            return self._weights
+        finally:
+            self._weights = of_call
+            self._predicted = predicted
+
+    def _measure(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        attach: Callable[[ExitStack, Callable[[nn.Module], nn.Module]], None] | None = None,
+    ) -> None:
+        """Run the copy unless an earlier call has shown an obstacle; :meth:`measure` says what an error does.
+
+        Args:
+            model: the model.
+            args, kwargs: of the call.
+            attach: called with a stack and the function from modules to their copies, to register further hooks on the
+                copy; None: there are none.
+        """
+        self._weights = {}
         if self._obstacle is not None:
             return
         try:
-            self._run_copy(model, args, kwargs)
+            self._run_copy(model, args, kwargs, attach)
         except CalibrationError as error:
             if not self._is_of_recipe or any(self._is_weighed.values()):
                 raise  # sums in which some calls are weighed and others not would mean nothing
             self._obstacle = str(error)
             self._weights = {}
 
-    def _run_copy(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _run_copy(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        attach: Callable[[ExitStack, Callable[[nn.Module], nn.Module]], None] | None,
+    ) -> None:
         """Run the copy, whose hooks fill ``_weights``, and keep some of its predictions for the comparison."""
         mask = self._calls.mask
         with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
@@ -160,6 +209,8 @@ class TokenWeights:
             for module in copied.model.modules():
                 module.training = False
             self._probe.watch(copied.model, stack)
+            if attach is not None:
+                attach(stack, copied.copy_of)
             for name, module in self.modules.items():
                 copied.copy_of(module).register_forward_hook(self._gradient_hook(name), with_kwargs=True)
             # Not copied.model(...): the model's own pre-hooks have run already, for the call that is copied.

@@ -32,6 +32,8 @@ class RoundingOptions:
         correction: share, in [0, 1], of the difference between full-precision and quantized inputs that the rounding
             makes up for (:func:`.corrected_target`); above 0 only on quantized inputs. None: 0.5 on quantized inputs,
             else 0.
+        random_tokens: share, in [0, 1], of a batch's tokens that random ones replace in a second run of the batch
+            (``calibration/random_tokens.py``); above 0 only on quantized inputs.
 
     Raises:
         CalibrationError: a value that is not allowed.
@@ -42,6 +44,7 @@ class RoundingOptions:
     damping: float = 0.1
     inputs: Literal["full_precision", "quantized"] = "full_precision"
     correction: float | None = None
+    random_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         if not self._is_valid():
@@ -88,10 +91,15 @@ class RoundingOptions:
             return False
         if self.inputs not in ("full_precision", "quantized"):
             return False
-        if self.correction is None:
-            return True
-        is_share = isinstance(self.correction, (int, float)) and 0 <= self.correction <= 1
-        return is_share and (self.on_quantized_inputs or self.correction == 0)
+        for share in (self.correction, self.random_tokens):
+            if share is not None and not self._is_valid_share(share):
+                return False
+        return True
+
+    def _is_valid_share(self, share: object) -> bool:
+        """Whether a value is a share; without quantized inputs it has to be 0."""
+        is_share = isinstance(share, (int, float)) and 0 <= share <= 1
+        return is_share and (self.on_quantized_inputs or share == 0)
 
 
 def with_inputs_in_full_precision(option: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +110,7 @@ def with_inputs_in_full_precision(option: Mapping[str, Any]) -> dict[str, Any]:
     >>> with_inputs_in_full_precision({"name": "gptq", "damping": 0.2, "inputs": "quantized", "correction": 1.0})
     {'name': 'gptq', 'damping': 0.2}
     """
-    return {name: value for name, value in option.items() if name not in ("inputs", "correction")}
+    return {name: value for name, value in option.items() if name not in ("inputs", "correction", "random_tokens")}
 
 
 def _refusal(option: Any) -> CalibrationError:
@@ -111,5 +119,5 @@ def _refusal(option: Any) -> CalibrationError:
         "rounding",
         got=repr(option),
         expected="None, 'gptq', or a dict: {'name': 'gptq', 'act_order': True, 'damping': 0.1, "
-        "'inputs': 'full_precision' or 'quantized', 'correction': with quantized inputs, 0 to 1}",
+        "'inputs': 'full_precision' or 'quantized', 'correction' and 'random_tokens': with quantized inputs, 0 to 1}",
     )

@@ -608,6 +608,19 @@ def rounds_on_quantized_inputs(config: QuantizationConfig) -> bool:
     return any(rounding is not None and rounding.on_quantized_inputs for rounding in roundings)
 
 
+def random_tokens_of(config: QuantizationConfig) -> float:
+    """The largest share of tokens that random ones replace for the roundings of any group; 0: no rounding has any.
+
+    Asked when a calibration prepares its batches: each runs once more with these tokens, whatever group it reaches.
+    """
+    shares = [0.0]
+    for args in _args_of(config, "weight"):
+        rounding = rounding_of(args)
+        if rounding is not None:
+            shares.append(rounding.random_tokens)
+    return max(shares)
+
+
 def _rounding_label(config: QuantizationConfig) -> str | None:
     """The rounding of a config in a few words, for :func:`label`; None: each weight becomes the nearest number.
 

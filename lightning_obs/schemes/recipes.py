@@ -224,7 +224,7 @@ RecipeLike: TypeAlias = str | Mapping[str, Any] | Recipe | None
 
 #: the fields of a recipe that are choices for weights
 _WEIGHTS = ("symmetric_weights", "asymmetric_weights", "nvfp4_weights", "mx_weights")
-_ROUNDING = {"name": "gptq", "inputs": "quantized"}
+_ROUNDING = {"name": "gptq", "inputs": "quantized", "random_tokens": 0.2}
 
 RECIPES = {
     "fast": Recipe(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_obs.calibration.blocks import BlockForward, copied
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.token_mask import find_mask
 from lightning_obs.forward.calls import call_on
@@ -27,11 +28,18 @@ class FileBatches:
         batches: arguments of the model's forward, as :func:`.call_on` takes them.
         device: where the model runs.
         token_mask: name of the argument that is nonzero for tokens that count; None: all count.
+        random_tokens: with which each batch runs a second time; None: no batch does.
     """
 
     def __init__(
-        self, model: nn.Module, batches: Sequence[Any], device: torch.device, token_mask: str | None = None
+        self,
+        model: nn.Module,
+        batches: Sequence[Any],
+        device: torch.device,
+        token_mask: str | None = None,
+        random_tokens: RandomTokens | None = None,
     ) -> None:
+        self.random_tokens = random_tokens
         self._model = model
         self._batches = batches
         self._device = device
@@ -40,9 +48,18 @@ class FileBatches:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def run(self, index: int) -> Any:
-        """Call the model on a copy of batch ``index``, and return its output; called for each run of a block."""
-        return call_on(self._model, copied(self._batches[index], self._device))
+    def run(self, index: int, has_random_tokens: bool = False) -> Any:
+        """Call the model on a copy of batch ``index``, and return its output; called for each run of a block.
+
+        Args:
+            index: of the batch.
+            has_random_tokens: whether ``random_tokens`` replace some of its tokens.
+        """
+        with ExitStack() as stack:
+            if has_random_tokens:
+                assert self.random_tokens is not None
+                self.random_tokens.attach(index, stack)
+            return call_on(self._model, copied(self._batches[index], self._device))
 
     def mask(self, index: int) -> torch.Tensor | None:
         """Return the mask of the tokens of batch ``index`` that count, on the CPU; None: all tokens count.

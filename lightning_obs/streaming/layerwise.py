@@ -22,6 +22,7 @@ from typing_extensions import Unpack
 from lightning_obs.calibration.blocks import Blocks, find_blocks
 from lightning_obs.calibration.fit_errors import warn_of_fit
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
+from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.result import ADDED, CalibrationResult, result_of
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.calibration.stepwise import StepwiseCalibration, require_steps_possible
@@ -185,7 +186,8 @@ class _LayerwiseRun:
         self._stepwise: StepwiseCalibration | None = None
         if session.observation.rounds_on_quantized_inputs:
             require_steps_possible(session.observation)
-            file_batches = FileBatches(source.model, batches, self._device, runs.token_mask)
+            random_tokens = RandomTokens.of(session.observation)
+            file_batches = FileBatches(source.model, batches, self._device, runs.token_mask, random_tokens)
             known_blocks = Blocks(blocks_name, list(blocks))
             self._stepwise = StepwiseCalibration(session.observation, known_blocks, file_batches, self._device)
         for config in (source.model.config, source.model.config.get_text_config()):

@@ -279,7 +279,7 @@ class Chain(nn.Module):
 def test_modules_that_read_tuples_are_steps_of_their_own():
     model = Chain()
     observation = CalibrationSession(model, {"weights": {"num_bits": 4, "strategy": "channel"}}).observation
-    batches = MagicMock(__len__=lambda _: 1, run=lambda _: model(torch.ones(2, 8)))
+    batches = MagicMock(__len__=lambda _: 1, run=lambda *_: model(torch.ones(2, 8)), random_tokens=None)
     steps = StepwiseCalibration(observation, Blocks(), batches)
     assert steps._steps(0) == [["first"], ["second"], ["last"]]
 

@@ -30,7 +30,10 @@ from tests.support.moe_models import W4A16_32, tiny_moe
 from tests.support.versions import converted_weights
 
 GPTQ = {"ignore": IGNORE, "observers": {"weight": "hessian"}, "rounding": "gptq"}
-ON_QUANTIZED_INPUTS = {"observers": {"weight": "imatrix_mse"}, "rounding": {"name": "gptq", "inputs": "quantized"}}
+ON_QUANTIZED_INPUTS = {
+    "observers": {"weight": "imatrix_mse"},
+    "rounding": {"name": "gptq", "inputs": "quantized", "random_tokens": 0.5},
+}
 STATIC = {"ignore": IGNORE, "observers": {"input": "static_minmax"}}
 
 
