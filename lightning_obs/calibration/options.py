@@ -99,7 +99,8 @@ class CalibrationOptions:
             gradients at its outputs. The model's weights do not change; a module gets the integers beside its scale.
             With ``"inputs": "quantized"``, the Hessian is that of the inputs that the quantized modules before the
             module give: the model's calls are kept (2 GiB at most), and run again block by block. With these inputs,
-            ``"correction"`` (default: 0.5) is the share of their errors that the rounding makes up for
+            ``"correction"`` (default: 0.5) is the share of their errors that the rounding makes up for, and
+            ``"random_tokens"`` (default: 0) the share of each batch's tokens that random ones replace in a second run
             (:class:`~lightning_obs.numerics.rounding_options.RoundingOptions`). None: as the scheme says of each
             group, beside the hyperparameters of its observer (``{"name": "hessian", "rounding": "gptq"}``); if it says
             nothing, to the nearest number.

@@ -121,7 +121,8 @@ class CalibrationCallback(SessionCallback):
             data. With ``"inputs": "quantized"`` each weight is rounded by the inputs that the quantized modules before
             it give: the model's calls are kept on the CPU, up to 2 GiB on each rank, and run again at the epoch's end,
             block by block; ``"correction"`` (0.5) is the share of what the inputs differ by that the rounding makes
-            up for. Default: None, as the scheme says; else the nearest integers.
+            up for, and ``"random_tokens"`` (0) the share of each batch's tokens that random ones replace in a second
+            run. Default: None, as the scheme says; else the nearest integers.
         recipe (str | dict | None): observers and rounding under one word: ``"accurate"``, the least loss, which needs
             data and memory for products of inputs; ``"fast"``, which chooses weights without data. What ``observers``
             and ``rounding`` name comes before it; what the model cannot run is left out, with a warning: before any

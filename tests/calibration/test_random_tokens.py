@@ -90,7 +90,9 @@ def test_an_encoder_with_weighed_tokens_takes_them_from_the_recipe():
 
 
 def test_a_model_without_an_embedding_of_tokens_is_refused_before_data_and_runs_without_under_a_recipe():
-    with pytest.raises(CalibrationError, match=r"random_tokens: .*no embedding of tokens: Sequential.*leave out random_tokens"):
+    with pytest.raises(
+        CalibrationError, match=r"random_tokens: .*no embedding of tokens: Sequential.*leave out random_tokens"
+    ):
         CalibrationSession(net(), INT4, **NEAREST, rounding=rounding(0.5))
     model = nn.Sequential(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
     with CalibrationSession(model, INT4, recipe="accurate") as session, torch.no_grad():
