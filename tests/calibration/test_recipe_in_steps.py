@@ -32,7 +32,7 @@ from tests.support.moe_models import tiny_moe
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 16}}
 TOKENS = torch.randint(32, (3, 2, 12), generator=torch.Generator().manual_seed(1))
-ON_QUANTIZED_INPUTS = {"name": "gptq", "inputs": "quantized"}
+ON_QUANTIZED_INPUTS = {"name": "gptq", "inputs": "quantized", "random_tokens": 0.2}
 IN_FULL_PRECISION = "the recipe rounds weights by inputs in full precision here"
 
 
@@ -155,7 +155,7 @@ def test_data_are_missing_in_steps_as_elsewhere():
 
 
 def test_batches_whose_outputs_do_not_fit_are_not_observed(monkeypatch):
-    size_of_outputs = 2 * (2 * 12 * 32 * 4)
+    size_of_outputs = 2 * 2 * (2 * 12 * 32 * 4)  # of two runs of a batch, each in full precision and quantized
     monkeypatch.setattr(quantized_inputs, "memory_of", lambda _: 4 * 2.5 * size_of_outputs)
     with pytest.warns(CalibrationWarning, match="those of 2 of 3 calls fit"):
         _, rounded = calibrated()

@@ -11,7 +11,7 @@ from lightning_obs.schemes.config import resolve_config
 from lightning_obs.schemes.recipes import RECIPES, Recipe
 
 INT4 = {"weights": {"num_bits": 4, "group_size": 32}}
-ROUNDING = {"name": "gptq", "inputs": "quantized"}
+ROUNDING = {"name": "gptq", "inputs": "quantized", "random_tokens": 0.2}
 
 
 def group_of(scheme, **options):
