@@ -23,7 +23,14 @@ import numpy as np
 
 from lightning_obs.numerics.kernels.jit import jit
 from lightning_obs.numerics.search.arithmetic import error_of, power_of
-from lightning_obs.numerics.search.lane_scales import Scales, divide, take_exponents, take_powers, take_units
+from lightning_obs.numerics.search.lane_scales import (
+    Scales,
+    divide,
+    divide_widths,
+    take_exponents,
+    take_powers,
+    take_units,
+)
 from lightning_obs.numerics.search.lanes import LANES, Source, add_up, lanes, lanes_of, load, spread
 
 # A candidate may be given up only in a block of at most this many rows; it is checked after each _STEPS steps.
@@ -79,6 +86,7 @@ class Candidate(NamedTuple):
 
     inverse: Any  # one over the scale
     scale: Any
+    zero: Any  # the zero point of each row
     low: Any  # the smallest number of the format, less the zero point
     high: Any  # the largest number of the format, less the zero point
     total: Any  # sum of the errors of each lane
@@ -119,7 +127,7 @@ def measure_rows(
     memory = np.empty((steps, LANES), f32)
     weight_memory = np.empty((steps if is_weighed else 0, LANES), f32)
     block = Block(side, memory, weight_memory, np.empty(side, f32))
-    candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), np.zeros(LANES, i32))
+    candidate = Candidate(lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), lanes(), np.zeros(LANES, i32))
     candidate.low[:] = measure.numbers.low
     candidate.high[:] = measure.numbers.high
     least = Least(lanes(), lanes(), lanes())
@@ -212,16 +220,24 @@ def measure_block(
 def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, numbers: Any, block: Block) -> None:
     """Write the scales of candidate ``k`` on rows ``start`` to ``stop`` to all lanes of ``candidate``.
 
-    One over each scale is written, too. Where there are zero points (``scales.zeros``), so are the ends of the format
-    less the zero point. The scales are those that torch computed (``scales.stored``), or they are computed here from
-    the magnitudes of the rows' ranges (``scales.largest``) and the candidate's factor (``scales.factors``) by
-    ``scales.rule``: powers of two for an MX format (``mx_round`` is not 0), else quotients.
+    One over each scale is written, too. Where there are zero points, so are the ends of the format less the zero point.
+    Scales and zero points are those that torch computed (``scales.stored``, ``scales.zeros``), or they are computed
+    here from the rows' ranges and the candidate's factor (``scales.factors``) by ``scales.rule``: powers of two for an
+    MX format (``mx_round`` is not 0), else quotients.
     """
     # A slice of one row of a matrix is known to be contiguous, so loops over it are vectorised.
     largest = scales.largest[start:stop]
     scale = candidate.scale[: stop - start]
+    zero = candidate.zero[: stop - start]
+    has_zeros = scales.rule.has_zeros or scales.zeros.shape[0] > 0
     if scales.stored.shape[0]:
         scale[:] = scales.stored[k][start:stop]
+        if has_zeros:
+            zero[:] = scales.zeros[k][start:stop]
+    elif has_zeros:
+        lows = scales.lows[start:stop]
+        highs = scales.highs[start:stop]
+        divide_widths(lows, highs, scales.factors[k], scales.rule, numbers, scale, zero)
     elif scales.rule.mx_round:
         exponents = candidate.exponents[: stop - start]
         take_exponents(largest, scales.factors[k], scales.rule, exponents)
@@ -235,11 +251,10 @@ def take(candidate: Candidate, k: int, start: int, stop: int, scales: Scales, nu
         candidate.inverse[r] = f32(1) / scale[r]
     spread(candidate.scale, side)
     spread(candidate.inverse, side)
-    if scales.zeros.shape[0]:
-        zeros = scales.zeros[k][start:stop]
-        for r in range(zeros.size):
-            candidate.low[r] = numbers.low - zeros[r]
-            candidate.high[r] = numbers.high - zeros[r]
+    if has_zeros:
+        for r in range(zero.size):
+            candidate.low[r] = numbers.low - zero[r]
+            candidate.high[r] = numbers.high - zero[r]
         spread(candidate.low, side)
         spread(candidate.high, side)
 

@@ -4,10 +4,12 @@
 for each candidate of each block of rows.
 
 With groups of 16 values there is a scale for each candidate of each 16 values, so computing the scales by torch and
-reading them from memory would take a third of a search's time. The loop computes the scales when it needs them, in two
-cases: symmetric formats whose scales are not rounded (the magnitude of the range times a factor, divided by a number of
-steps), and MX formats (a power of two). Each operation is rounded to the dtype of the range, as torch rounds it, so a
-product and a sum must not be fused here. All other scales are computed by torch before the loop, which reads them.
+reading them from memory would take a third of a search's time; scales and zero points of groups of 64 values, a fifth.
+The loop computes the scales when it needs them, in three cases: symmetric formats whose scales are not rounded (the
+magnitude of the range times a factor, divided by a number of steps), integers with zero points whose scales are not
+rounded (the width of the range, divided likewise), and MX formats (a power of two). Each operation is rounded to the
+dtype of the range, as torch rounds it, so a product and a sum must not be fused here. All other scales are computed by
+torch before the loop, which reads them.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from compressed_tensors.quantization.utils import should_generate_mx_scales
 from lightning_obs.numerics.candidates import Candidates, half_of_range
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.kernels.jit import jit
+from lightning_obs.numerics.search.arithmetic import Numbers, nearest
 
 f32 = np.float32
 i32 = np.int32
@@ -37,9 +40,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class ScaleRule(NamedTuple):
-    """How the loop computes a scale from the magnitude of a range times a factor; :func:`scales_of` makes it."""
+    """How the loop computes a scale from a range times a factor; :func:`scales_of` makes it."""
 
-    divisor: Any  # the number of steps by which the magnitude is divided
+    has_zeros: bool  # whether there are zero points: the width of the range is divided, not its magnitude
+    divisor: Any  # the number of steps by which the width or the magnitude is divided
     is_bfloat16: bool  # whether each result is rounded to bfloat16, the dtype of the range; else it is float32
     mx_round: Any  # for MX: added to the bits of a magnitude to round it, before its mantissa is cut off; else 0
     mx_offset: Any  # for MX: exponent of the format's largest number
@@ -50,10 +54,12 @@ class Scales(NamedTuple):
     """The candidates of R rows, as the loop reads them; :func:`scales_of` makes it for each call of the loop."""
 
     largest: Any  # magnitude of each row's range, (R,)
+    lows: Any  # smallest value of each row's range, at most 0, (R,)
+    highs: Any  # largest value of each row's range, at least 0, (R,)
     factors: Any  # factors of the candidates, (C,)
     rule: ScaleRule  # how scales are computed, if `stored` is empty
     stored: Any  # scales that torch computed, (C, R); (0, 0) if the loop computes them
-    zeros: Any  # zero points, (C, R); (0, 0) if all are 0
+    zeros: Any  # zero points that torch computed, (C, R); (0, 0) if all are 0 or the loop computes them
 
 
 def scales_of(candidates: Candidates, grid: NumberGrid) -> Scales:
@@ -62,31 +68,38 @@ def scales_of(candidates: Candidates, grid: NumberGrid) -> Scales:
     Called by ``numba_loop.py`` before each call of the loop.
     """
     dtype = candidates.low.dtype
-    largest = torch.maximum(-candidates.low, candidates.high).clamp(min=0).float().numpy()
+    lows = candidates.low.clamp(max=0).float()
+    highs = candidates.high.clamp(min=0).float()
+    ranges = torch.maximum(-lows, highs).numpy(), lows.numpy(), highs.numpy()
     factors = candidates.factors.float().numpy()
     nothing = np.empty((0, 0), f32)
-    half = half_of_range(grid, dtype)
-    is_mx = should_generate_mx_scales(grid.args)
-    if dtype in _DTYPES and (is_mx or half is not None):
-        return Scales(largest, factors, _rule_of(grid, dtype, half), nothing, nothing)
+    rule = _rule_of(grid, dtype) if dtype in _DTYPES else None
+    if rule is not None:
+        return Scales(*ranges, factors, rule, nothing, nothing)
     scale, zero_point = candidates.qparams(grid)
     zeros = nothing if zero_point is None else zero_point.contiguous().numpy()
-    rule = ScaleRule(f32(1), False, i32(0), i32(0), f32(0))
-    return Scales(largest, factors, rule, scale.contiguous().numpy(), zeros)
+    unused = ScaleRule(False, f32(1), False, i32(0), i32(0), f32(0))
+    return Scales(*ranges, factors, unused, scale.contiguous().numpy(), zeros)
 
 
-def _rule_of(grid: NumberGrid, dtype: torch.dtype, half: float | None) -> ScaleRule:
-    """The rule of a symmetric format for ranges in a dtype; ``half`` is from ``half_of_range``, None for MX."""
+def _rule_of(grid: NumberGrid, dtype: torch.dtype) -> ScaleRule | None:
+    """The rule by which the loop computes scales for ranges in a dtype; None: torch has to compute them."""
     zero = torch.zeros(1, dtype=dtype)
     scale_of_zero, _ = grid.qparams(zero, zero)
     of_zero = f32(scale_of_zero.item())
+    is_bfloat16 = dtype == torch.bfloat16
+    if should_generate_mx_scales(grid.args):
+        assert grid.number is not None
+        # Half a unit of the last mantissa bit that is kept, among float32's 23 mantissa bits.
+        mx_round = i32(1 << (22 - grid.number.mx_mantissa))
+        mx_offset = i32(math.floor(math.log2(grid.high)))
+        return ScaleRule(False, f32(1), is_bfloat16, mx_round, mx_offset, of_zero)
+    half = half_of_range(grid, dtype)
     if half is not None:
-        return ScaleRule(f32(half), dtype == torch.bfloat16, i32(0), i32(0), of_zero)
-    assert grid.number is not None
-    # Half a unit of the last mantissa bit that is kept, among float32's 23 mantissa bits.
-    mx_round = i32(1 << (22 - grid.number.mx_mantissa))
-    mx_offset = i32(math.floor(math.log2(grid.high)))
-    return ScaleRule(f32(1), dtype == torch.bfloat16, mx_round, mx_offset, of_zero)
+        return ScaleRule(False, f32(half), is_bfloat16, i32(0), i32(0), of_zero)
+    if not grid.args.symmetric and grid.scale_dtype is None and grid.global_scale is None:
+        return ScaleRule(True, f32(grid.high - grid.low), is_bfloat16, i32(0), i32(0), of_zero)
+    return None
 
 
 @jit(inline=True)
@@ -103,11 +116,31 @@ def rounded(value: Any, is_bfloat16: bool) -> Any:
 def divide(largest: Any, factor: Any, rule: ScaleRule, scales: Any) -> None:
     """Write the scales ``(r,)`` of one candidate: the magnitudes ``largest`` times its factor, over the divisor.
 
-    The loop calls it for formats that are not MX.
+    The loop calls it for symmetric formats that are not MX.
     """
     for r in range(scales.size):
         magnitude = rounded(f32(largest[r] * factor), rule.is_bfloat16)
         scale = rounded(f32(magnitude / rule.divisor), rule.is_bfloat16)
+        scales[r] = scale if scale != f32(0) else rule.of_zero
+
+
+@jit()
+def divide_widths(
+    lows: Any, highs: Any, factor: Any, rule: ScaleRule, numbers: Numbers, scales: Any, zeros: Any
+) -> None:
+    """Write the scales and the zero points ``(r,)`` of one candidate: the widths of the ranges over the divisor.
+
+    The loop calls it for integers with zero points. ``numbers`` are those of the format.
+    """
+    for r in range(scales.size):
+        low = rounded(f32(lows[r] * factor), rule.is_bfloat16)
+        high = rounded(f32(highs[r] * factor), rule.is_bfloat16)
+        width = rounded(f32(high - low), rule.is_bfloat16)
+        scale = rounded(f32(width / rule.divisor), rule.is_bfloat16)
+        steps_below_zero = rounded(f32(low / scale), rule.is_bfloat16)
+        zero = rounded(f32(numbers.low - steps_below_zero), rule.is_bfloat16)
+        within = min(max(zero, numbers.low), numbers.high)
+        zeros[r] = nearest(within, None) if zero == zero else f32(0)  # 0 for a NaN, of an empty range
         scales[r] = scale if scale != f32(0) else rule.of_zero
 
 

@@ -136,7 +136,13 @@ class _Loop:
             row = slice(r, r + 1)
             stored = np.ascontiguousarray(scales.stored[:, row])
             zeros = np.ascontiguousarray(scales.zeros[:, row])
-            row_scales = scales._replace(largest=scales.largest[row], stored=stored, zeros=zeros)
+            row_scales = scales._replace(
+                largest=scales.largest[row],
+                lows=scales.lows[row],
+                highs=scales.highs[row],
+                stored=stored,
+                zeros=zeros,
+            )
             errors[:, r] = self._errors_of_long_row(part.start + r, row_scales)
         return errors
 

@@ -196,16 +196,21 @@ def assert_scales_are_compressed_tensors(candidates, grid):
         assert torch.equal(torch.from_numpy(scales.stored), expected)
         assert zero_point is None or torch.equal(torch.from_numpy(scales.zeros), zero_point)
         return
-    assert zero_point is None
+    assert scales.rule.has_zeros == (zero_point is not None)
     computed = torch.empty_like(expected)
+    computed_zeros = torch.zeros_like(expected)
     exponents = np.empty(expected.shape[1], np.int32)
-    for factor, computed_scales in zip(scales.factors, computed.numpy(), strict=True):
-        if scales.rule.mx_round:
+    numbers = arithmetic.numbers_of(grid)
+    for factor, computed_scales, zeros in zip(scales.factors, computed.numpy(), computed_zeros.numpy(), strict=True):
+        if scales.rule.has_zeros:
+            lane_scales.divide_widths(scales.lows, scales.highs, factor, scales.rule, numbers, computed_scales, zeros)
+        elif scales.rule.mx_round:
             lane_scales.take_exponents(scales.largest, factor, scales.rule, exponents)
             lane_scales.take_powers(exponents, scales.rule, computed_scales)
         else:
             lane_scales.divide(scales.largest, factor, scales.rule, computed_scales)
     assert torch.equal(computed, expected)
+    assert zero_point is None or torch.equal(computed_zeros, zero_point)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
