@@ -71,6 +71,7 @@ ROWS = [
     f"{SIGNED_IMATRIX} + gptq(damping=0.3)",
     f"{SIGNED_IMATRIX} + gptq(inputs='quantized', correction=0.5)",
     "recipe=accurate + gptq",
+    "recipe=accurate + gptq(inputs='quantized')",
     "recipe=accurate",
 ]
 #: the most that MiniLM may lose on text of the calibration's kind, with int4 in groups of 64
