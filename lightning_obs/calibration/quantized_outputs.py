@@ -58,7 +58,8 @@ _FORMAT = {"type", "num_bits", "symmetric", "strategy", "dynamic"}
 def attach_readers(observation: Observation, stack: ExitStack) -> None:
     """Register the hooks that record in the first batch which module reads which quantized output.
 
-    Called when a session attaches, after the hooks of the observers are registered.
+    Called when a session attaches, after the hooks of the observers are registered. A *follower* is a module such as a
+    batch norm or a ReLU that engines fuse into the module before it, and of which only the output is quantized.
 
     Args:
         observation: its plan quantizes outputs, so it has ``calls.readers``.

@@ -32,6 +32,8 @@ class RandomTokens:
     """Puts random tokens in place of a share of a batch's tokens, where the model looks up their embeddings.
 
     The tokens depend only on the number of the batch and on the rank, so that each run of a batch has the same ones.
+    :class:`.KeptCalls` makes one, and ``streaming/layerwise.py`` for its ``FileBatches``; both attach it when such a
+    run begins. :class:`.TokenWeights` attaches it to the copy of the model by which it weighs tokens.
 
     Args:
         embeddings: of the model's tokens.

@@ -62,7 +62,7 @@ class Product(Protocol):
 class LinearProduct:
     """``F.linear``: an input ``(..., C)``, a weight ``(R, C)``.
 
-    Made for each call of a Linear in training; :func:`recomputed_product` runs it.
+    Made for each quantized call of a Linear; :func:`recomputed_product` runs it.
     """
 
     reads_input = False

@@ -196,6 +196,8 @@ def identities(model: nn.Module) -> dict[str, Hashable]:
 def model_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers; tied tensors count once, and packed weights as if they were decompressed.
 
+    A packed weight (``PackedWeight``) has the shape and dtype that it has when it is decompressed, and so their
+    ``nbytes``. Of weights that FSDP1 shards, only this rank's part counts.
     So it is the size of the model before quantization. Called for the sizes in a report, and for the warning that an
     export is not smaller than the model. No tensor is loaded (:data:`.at_rest`).
     """

@@ -355,7 +355,7 @@ def new_like(observer: Any) -> Any:
 
 
 def equal_values(earlier: Any, later: Any) -> bool:
-    """Whether two values of an attribute are equal: tensors by dtype and elements, other values by ``==``.
+    """Whether two values of an attribute are equal: tensors by dtype, device and elements, other values by ``==``.
 
     Two objects of one class that defines no ``__eq__`` count as equal. ``get_statistics`` calls it to find which
     attributes observing has changed, and the observer ``histogram`` to find whether it can reuse a search.
@@ -363,7 +363,8 @@ def equal_values(earlier: Any, later: Any) -> bool:
     if type(earlier) is not type(later):
         return False
     if isinstance(earlier, torch.Tensor):
-        return earlier.dtype == later.dtype and torch.equal(earlier, later)
+        is_of_one_kind = (earlier.dtype, earlier.device) == (later.dtype, later.device)
+        return is_of_one_kind and torch.equal(earlier, later)
     try:
         if earlier == later:
             return True

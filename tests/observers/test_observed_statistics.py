@@ -8,6 +8,7 @@ from compressed_tensors.quantization import QuantizationArgs
 from torch.distributed import ReduceOp
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.observers import Observer
 from lightning_obs.observers.observer import observe_shared
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.ranks.sync import sync_statistics
@@ -178,3 +179,23 @@ def test_two_ranks_reduce_with_two_collectives_each():
     """static_minmax by MIN and MAX, minmax by AVG; counts that two observers share are added once for each."""
     for found in run_ranks(on_sync, 2):
         assert found == {"static_minmax": [2, -4, 3], "minmax": [2, -2.5, 2.5], "counts": [16, 16]}
+
+
+class MovesToTheDevice(Observer):
+    """Makes a tensor on the CPU, and replaces it by one on the device of what it observes; it declares nothing."""
+
+    def __init__(self, base_name, args):
+        super().__init__(base_name, args)
+        self.total = torch.zeros(())
+
+    def update_statistics_from_observed(self, observed):
+        self.total = observed.sum()
+
+    def get_min_max(self):
+        return self.total, self.total
+
+
+def test_a_tensor_on_another_device_is_a_statistic():
+    observer = MovesToTheDevice("input", QuantizationArgs(num_bits=8))
+    observer(torch.ones(2, 4, device="meta"))
+    assert observer.get_statistics()["total"].device.type == "meta"
