@@ -24,8 +24,9 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.schemes.config import random_tokens_of
 
-#: seeds of different ranks are so far apart, and those of a rank's batches lie between them
-_BATCHES_OF_RANK = 1 << 32
+#: how far apart the seeds of two ranks are; those of a rank's batches lie between them. torch's generator on the CPU
+#: reads the low 32 bits of a seed alone.
+_BATCHES_OF_RANK = 1 << 20
 
 
 class RandomTokens:
@@ -38,17 +39,17 @@ class RandomTokens:
     Args:
         embeddings: of the model's tokens.
         share: of the tokens, above 0 and at most 1.
-        rank: of this process.
+        observation: of the model; its rank is asked at each run, because a session is made before a run has ranks.
     """
 
-    def __init__(self, embeddings: list[nn.Embedding], share: float, rank: int = 0) -> None:
+    def __init__(self, embeddings: list[nn.Embedding], share: float, observation: Observation) -> None:
         self._embeddings = embeddings
         self._share = share
-        self._rank = rank
+        self._observation = observation
 
     @classmethod
     def of(cls, observation: Observation) -> RandomTokens | None:
-        """The random tokens for the roundings of an observation; None: no rounding, or no recipe's, has any.
+        """The random tokens for the roundings of an observation; None: no rounding has any, or the model has no tokens.
 
         Called when a session or a calibration layer by layer prepares its batches.
 
@@ -61,7 +62,7 @@ class RandomTokens:
             return None
         embeddings = token_embeddings(observation.model)
         if embeddings:
-            return cls(embeddings, share, observation.collectives.rank)
+            return cls(embeddings, share, observation)
         if observation.options.rounding_is_of_recipe:
             return None
         raise CalibrationError(
@@ -83,7 +84,7 @@ class RandomTokens:
             stack: removes the hooks when it closes.
             copy_of: gives the module that runs in place of an embedding; default: the embedding itself.
         """
-        seed = self._rank * _BATCHES_OF_RANK + batch
+        seed = self._observation.collectives.rank * _BATCHES_OF_RANK + batch
         for embedding in self._embeddings:
             module = copy_of(embedding)
             hook = partial(_replace_tokens, self._share, embedding.num_embeddings, seed)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_obs import CalibrationError, CalibrationSession
-from lightning_obs.calibration.random_tokens import token_embeddings
+from lightning_obs.calibration.random_tokens import RandomTokens, token_embeddings
+from lightning_obs.ranks.collectives import Collectives
 from tests.calibration.common import hooks
 from tests.calibration.test_quantized_inputs import INT4, NEAREST, net, sentences, tiny_bert
 
@@ -67,6 +70,19 @@ def test_a_share_of_the_tokens_is_replaced_by_any_of_the_vocabulary():
     is_kept = replaced == 1
     assert 0.7 < is_kept.float().mean() < 0.8
     assert set(replaced.unique().tolist()) == set(range(40))
+
+
+def test_ranks_that_a_run_gives_a_session_have_other_random_tokens():
+    model = tiny_bert()
+    session = CalibrationSession(model, INT4, **NEAREST, **MASK, rounding=rounding(0.5))
+    random_tokens = RandomTokens.of(session.observation)  # before the run says which rank this is
+    embedding, ids, read = model.embeddings.word_embeddings, torch.ones(2, 8, dtype=torch.long), []
+    for rank in (0, 1):
+        session.begin_run(Collectives(rank=rank), is_fitting=False)
+        with ExitStack() as stack:
+            random_tokens.attach(0, stack)
+            read.append(embedding(ids))
+    assert not torch.equal(*read)
 
 
 def test_ranges_of_inputs_are_those_of_the_batches_alone():
