@@ -4,9 +4,9 @@ Distillation (``callbacks/distillation.py``) trains with :func:`divergence`; the
 calls :func:`compare`. The *student* is the quantized model, the *teacher* the original one.
 
 Logits of a language model are its largest tensor: tokens times vocabulary. So they are read in blocks of rows and of
-classes that stay in the cache, and no other tensor of their size is made, except the gradient: the backward writes it
-once. A teacher's logits need not exist in memory: a block of them is computed from the teacher's hidden states and its
-head (:class:`HeadLogits`).
+classes that stay in the cache, and no other tensor of their size is made, except the gradient, which the forward
+writes already: each block of the teacher's logits is computed once, from the teacher's hidden states and its head
+(:class:`HeadLogits`), and waits in the place of its gradient until the sums over its rows are known.
 
 The sums over a row run from block to block relative to the largest logit so far, as in an online softmax (Milakov and
 Gimelshein, Online normalizer calculation for softmax, 2018, arXiv:1805.02867).
@@ -55,6 +55,11 @@ class HeadLogits:
         """The shape of the logits; :func:`divergence` compares it with the student's."""
         return torch.Size([*self.hidden.shape[:-1], len(self.weight)])
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the logits; the forward of :func:`divergence` keeps them in it."""
+        return self.hidden.dtype
+
     def flat(self) -> HeadLogits:
         """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
         return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
@@ -63,7 +68,7 @@ class HeadLogits:
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
         """Compute the logits ``(rows, classes)`` of some rows and classes. The object must be flat (:meth:`flat`).
 
-        Called for each block of the student's logits, and once more for each block in a backward.
+        Called for each block of the student's logits.
         """
         hidden = self.hidden[rows]
         bias = None if self.bias is None else self.bias[classes].to(hidden.dtype)
@@ -85,6 +90,11 @@ class TensorLogits:
         """The shape of the logits; :func:`divergence` compares it with the student's."""
         return self.tensor.shape
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The data type of the logits; the forward of :func:`divergence` keeps them in it."""
+        return self.tensor.dtype
+
     def flat(self) -> TensorLogits:
         """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
         return TensorLogits(self.tensor.detach().reshape(-1, self.tensor.shape[-1]))
@@ -92,7 +102,7 @@ class TensorLogits:
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
         """The logits ``(rows, classes)`` of some rows and classes. The object must be flat (:meth:`flat`).
 
-        Called for each block of the student's logits, and once more for each block in a backward.
+        Called for each block of the student's logits.
         """
         if isinstance(rows, torch.Tensor):
             rows = rows.to(self.tensor.device)
@@ -169,36 +179,74 @@ def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor,
 class _MeanDivergence(torch.autograd.Function):
     """The mean divergence of :func:`divergence`, for a student ``(rows, classes)``; only the student gets a gradient.
 
-    ``teacher`` is flat. ``counted`` holds the indices of the rows that count; None: all rows. For the backward, the
-    student's logits, which the model keeps anyway, and two numbers for each row are saved.
+    ``teacher`` is flat. ``counted`` holds the indices of the rows that count; None: all rows.
+
+    The forward computes the gradient, too, where one is asked for: the backward would have to compute the teacher's
+    logits once more. A second backward through the same forward (``retain_graph=True``) does so.
     """
 
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, teacher: Logits, counted: torch.Tensor | None) -> torch.Tensor:
+        gradient = None
+        if ctx.needs_input_grad[0]:
+            gradient = _empty_gradient(student, teacher, counted)
         total = torch.zeros((), device=student.device)
-        normalizers = []
         for rows in _blocks_of_rows(student, counted):
-            sums = _RowSums.of(student, teacher, rows)
+            sums = _RowSums.of(student, teacher, rows, kept=gradient)
             total += sums.divergences().sum()
-            normalizers.append(torch.stack([sums.student.normalizer(), sums.teacher.normalizer()]))
-        ctx.save_for_backward(student, counted, *normalizers)
+            if gradient is not None:
+                _replace_by_gradient(gradient, student, sums, rows)
+        ctx.save_for_backward(student, counted)
         ctx.teacher = teacher
+        ctx.gradient = gradient
         ctx.positions = max(1, len(student if counted is None else counted))
         return total / ctx.positions
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        student, counted, *normalizers = ctx.saved_tensors
-        student_grad = torch.empty_like(student) if counted is None else torch.zeros_like(student)
-        share = grad / ctx.positions
-        for rows, (of_student, of_teacher) in zip(_blocks_of_rows(student, counted), normalizers, strict=True):
-            for classes in _blocks_of_classes(student):
-                q = student[rows, classes].float().sub(of_student[:, None]).exp_()
-                teacher_logits = ctx.teacher.block(rows, classes).to(student.device).float()
-                p = teacher_logits.sub(of_teacher[:, None]).exp_()
-                student_grad[rows, classes] = q.sub_(p).mul_(share).to(student.dtype)
-        return student_grad, None, None
+        student, counted = ctx.saved_tensors
+        gradient = ctx.gradient
+        ctx.gradient = None
+        if gradient is None:
+            gradient = _empty_gradient(student, ctx.teacher, counted)
+            for rows in _blocks_of_rows(student, counted):
+                sums = _RowSums.of(student, ctx.teacher, rows, kept=gradient)
+                _replace_by_gradient(gradient, student, sums, rows)
+        gradient.mul_(grad / ctx.positions)
+        return gradient.to(student.dtype), None, None
+
+
+def _empty_gradient(student: torch.Tensor, teacher: Logits, counted: torch.Tensor | None) -> torch.Tensor:
+    """What the teacher's logits are kept in, and the gradient of a row's divergence afterwards, ``(rows, classes)``.
+
+    Rows that do not count have zeros. It is in bfloat16 where student and teacher are, else in float32: in float16,
+    small gradients would be lost before a loss scaler enlarges them.
+    """
+    dtypes = {student.dtype, teacher.dtype}
+    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    if counted is None:
+        return torch.empty_like(student, dtype=dtype)
+    return torch.zeros_like(student, dtype=dtype)
+
+
+def _replace_by_gradient(
+    gradient: torch.Tensor, student: torch.Tensor, sums: _RowSums, rows: torch.Tensor | slice
+) -> None:
+    """Write ``q - p`` of these rows in the place of the teacher's logits, which ``gradient`` holds there.
+
+    Args:
+        gradient: of :func:`_empty_gradient`; changed in place.
+        student: logits ``(rows, classes)``.
+        sums: over all classes of these rows.
+        rows: the block of rows.
+    """
+    of_student = sums.student.normalizer()[:, None]
+    of_teacher = sums.teacher.normalizer()[:, None]
+    for classes in _blocks_of_classes(student):
+        q = student[rows, classes].float().sub(of_student).exp_()
+        p = gradient[rows, classes].float().sub(of_teacher).exp_()
+        gradient[rows, classes] = q.sub_(p).to(gradient.dtype)
 
 
 class _Maximum:
@@ -235,7 +283,7 @@ class _Maximum:
         return exponentials, shrinkage
 
     def normalizer(self) -> torch.Tensor:
-        """The logarithm of the sum of ``exp(logit)`` over all classes, ``(rows,)``; kept for the backward."""
+        """The logarithm of the sum of ``exp(logit)`` over all classes, ``(rows,)``; the gradient subtracts it."""
         return self.largest + self.total.log()
 
 
@@ -249,12 +297,28 @@ class _RowSums:
         self.difference = torch.zeros(rows, device=device)
 
     @classmethod
-    def of(cls, student: torch.Tensor, teacher: Logits, rows: torch.Tensor | slice) -> _RowSums:
-        """Add up all classes of the rows with these indices; called for each block of rows. ``teacher`` is flat."""
+    def of(
+        cls,
+        student: torch.Tensor,
+        teacher: Logits,
+        rows: torch.Tensor | slice,
+        kept: torch.Tensor | None = None,
+    ) -> _RowSums:
+        """Add up all classes of the rows with these indices; called for each block of rows.
+
+        Args:
+            student: logits ``(rows, classes)``.
+            teacher: flat.
+            rows: the block of rows.
+            kept: if given, these rows of it become the teacher's logits.
+        """
         sums: _RowSums | None = None
         for classes in _blocks_of_classes(student):
             student_logits = student[rows, classes].float()
-            teacher_logits = teacher.block(rows, classes).to(student.device).float()
+            teacher_logits = teacher.block(rows, classes).to(student.device)
+            if kept is not None:
+                kept[rows, classes] = teacher_logits.to(kept.dtype)
+            teacher_logits = teacher_logits.float()
             if sums is None:
                 sums = cls(len(student_logits), student.device)
             exponentials, shrinkage = sums.teacher.add(teacher_logits, classes.start)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_obs import CalibrationError
 from lightning_obs.numerics.divergence import HeadLogits, compare, divergence
@@ -103,19 +103,55 @@ def test_a_teachers_head_gives_what_its_logits_give(bias):
     torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-8)
 
 
-def test_the_backward_keeps_no_copy_of_the_logits():
+class _LargeTensors(TorchDispatchMode):
+    """Keeps the storages of at least a size that operations make, and counts the columns of matrix products."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+        self.storages = {}
+        self.columns = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            storage = result.untyped_storage()
+            if storage.nbytes() >= self.size:
+                self.storages[storage.data_ptr()] = storage
+            if func is torch.ops.aten.mm.default:
+                self.columns += result.numel()
+        return result
+
+
+@pytest.mark.parametrize("is_masked", [True, False])
+def test_a_step_makes_one_tensor_of_the_logits_size_and_computes_the_teachers_logits_once(is_masked):
     student, _ = a_pair((1, 300, 4000))
     hidden, weight = torch.randn(1, 300, 16), torch.randn(4000, 16)
-    kept = []
+    mask = torch.ones(1, 300) if is_masked else None
+    with _LargeTensors(student.nbytes) as large:
+        value = divergence(student, HeadLogits(hidden, weight), mask)
+        value.backward()
+    assert student.grad is not None
+    assert len({*large.storages} - {student.untyped_storage().data_ptr()}) == 1
+    assert large.columns == student.numel()
 
-    def pack(tensor):
-        if tensor.untyped_storage().data_ptr() != student.untyped_storage().data_ptr():
-            kept.append(tensor.nbytes)
-        return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
-        divergence(student, HeadLogits(hidden, weight))
-    assert 0 < sum(kept) < 0.01 * student.nbytes
+def test_a_second_backward_has_the_same_gradient():
+    student, teacher = a_pair((2, 200, 3000))
+    value = divergence(student, teacher, torch.rand(2, 200) < 0.6)
+    (first,) = torch.autograd.grad(2 * value, student, retain_graph=True)
+    (second,) = torch.autograd.grad(value, student)
+    assert first.any()
+    torch.testing.assert_close(second * 2, first, rtol=1e-6, atol=0)
+
+
+def test_small_gradients_in_float16_reach_a_loss_scaler():
+    student = torch.zeros(2, 60_000, dtype=torch.float16, requires_grad=True)
+    teacher = (0.01 * torch.randn(2, 60_000).sign()).half()
+    (expected,) = torch.autograd.grad(65536 * expected_divergence(student, teacher), student)
+    assert expected.abs().max() / 65536 * 2 < 2**-22  # a few steps of float16, without the scale
+    (gradient,) = torch.autograd.grad(65536 * divergence(student, teacher), student)
+    torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=0)
 
 
 def test_agreement_is_of_the_most_likely_class():
