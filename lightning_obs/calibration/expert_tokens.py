@@ -562,3 +562,16 @@ def _union(observer: Observer, reached: Sequence[Observer]) -> Observer:
     stand_in.min_vals = low
     stand_in.max_vals = high
     return stand_in
+
+
+def add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """Add up the token counts of experts over all ranks, by name of the container.
+
+    ``finalize`` calls this for the result.
+    """
+    totals: dict[str, list[int]] = {}
+    for counts_by_name in counts_of_ranks:
+        for name, counts in counts_by_name.items():
+            earlier = totals.get(name, [0] * len(counts))
+            totals[name] = [total + count for total, count in zip(earlier, counts, strict=True)]
+    return totals

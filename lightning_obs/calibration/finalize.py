@@ -5,11 +5,11 @@ ranks agree on which observers saw data. Then each rank searches the ranges of i
 get all ranges. Finally the ranks agree that all have written their qparams. A rank that fails keeps taking part in the
 collectives, so that no rank waits forever, and all ranks raise the same error (:class:`.Stretch`).
 
+:class:`_Finalization` has the steps. Its :class:`WeightSearch` makes the rank that owns a weight observe it, wherever
+the weight is.
+
 The scales of a large model take gigabytes. So each module's qparams take the dtype in which they are stored as soon as
 they are computed, they are checked without a copy, and the written tensors replace the computed ones.
-
-A weight may be whole on each rank, sharded, or offloaded: :class:`.WeightSearch` makes the rank that owns a weight
-observe it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_obs.calibration.expert_tokens import borrow_ranges
-from lightning_obs.calibration.fit_errors import FitErrors, judge_fit
+from lightning_obs.calibration.expert_tokens import add_counts, borrow_ranges
+from lightning_obs.calibration.fit_errors import JudgedFits
 from lightning_obs.calibration.hold_out import of_hold_out
 from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.quantized_outputs import qparams_from_zero, ranges_of_sources, settle_outputs
@@ -34,20 +34,21 @@ from lightning_obs.calibration.result import (
     qparams_for_result,
     result_of,
 )
+from lightning_obs.calibration.sharded_weights import Observe, ShardedWeights
 from lightning_obs.calibration.unreached import left_in_float_without_data
 from lightning_obs.calibration.weight_rounding import make_roundings
-from lightning_obs.calibration.weight_search import WeightSearch
 from lightning_obs.errors import CalibrationError, name_list, refuse, sendable, warn
+from lightning_obs.files.tensors import Progress, Tally
 from lightning_obs.model.module_qparams import ROUNDED, as_stored, clear_qparams, read_qparams, remember, write_qparams
-from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import reshard
+from lightning_obs.model.offload import at_rest, is_offloaded
+from lightning_obs.model.weight import onloaded, place_of, reshard, whole_matrix
 from lightning_obs.numerics.many_tensors import all_positive, to_host
 from lightning_obs.numerics.qparams import QParamsDict
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.by_inputs import observe_without_inputs, settle_zero_inputs
 from lightning_obs.observers.statistic import input_statistics
-from lightning_obs.ranks.collectives import Stretch
-from lightning_obs.ranks.sync import Synced, sync_statistics
+from lightning_obs.ranks.collectives import Collectives, Stretch
+from lightning_obs.ranks.sync import Synced, share_weights, sync_statistics
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, expected_shapes
 
 
@@ -100,8 +101,8 @@ class _Finalization:
         self.skipped = observation.coverage.skipped
         #: ``{"layer": {"weight_scale": tensor}}``, as they will be stored
         self.qparams: dict[str, dict[str, torch.Tensor]] = {}
-        #: by module name, the estimates for fitted weights; of this rank's weights, until they are shared
-        self.fit_errors: dict[str, FitErrors] = {}
+        #: judges the fits of weights; None: no fit is judged, or only weights are finalized
+        self.fits = JudgedFits(observation) if observation.hold_outs and activations else None
 
     def run(self) -> CalibrationResult:
         """Run all steps; :func:`finalize` calls this once."""
@@ -113,7 +114,8 @@ class _Finalization:
         searched = self._observe_weights(search, synced)
         self._compute_and_check(activation_qparams)
         self._round_weights(search, searched, synced)
-        self._share_fit_errors()
+        if self.fits is not None and self.weights:
+            self.collectives += self.fits.share(self.stretch)
         self._write()
         return self._agree_on_result(synced)
 
@@ -161,9 +163,13 @@ class _Finalization:
                 expert_tokens[name] = [int(count) for count in counts]
             if self.activations and observation.collectives.size == 1:
                 _bring_to_host(observation.data_observers)  # several ranks reduce them on the accelerator
-        is_due = self.activations and observation.coverage.unreached is None
+        observers: dict[Key, Observer] = {}
+        if self.activations and observation.coverage.unreached is None:  # not reduced yet
+            observers |= observation.data_observers
+            if self.fits is not None:
+                observers |= self.fits.observers
         synced = sync_statistics(
-            observation.data_observers | self._judging if is_due else {},
+            observers,
             observation.collectives,
             weights=search.sizes,
             failure=self.stretch.failure,
@@ -223,7 +229,12 @@ class _Finalization:
         with self.stretch:
             with_inputs = {key: observers[key] for key in searched if observers[key].needs_inputs}
             if with_inputs:
-                _settle_zero_inputs(with_inputs)
+                without_signal = settle_zero_inputs(with_inputs)
+                if without_signal:
+                    warn(
+                        "all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so "
+                        f"the columns of their weights count alike: {name_list(without_signal)}"
+                    )
 
         def observe(key: Key, observer: Observer, weight: torch.Tensor) -> None:
             # The statistics of inputs may be missing: for experts without tokens, or if only weights are finalized.
@@ -231,7 +242,8 @@ class _Finalization:
                 observe_without_inputs(observer, weight)
             else:
                 observer(weight)
-            self._judge_fit(key[0], weight)
+            if self.fits is not None:
+                self.fits.judge(key[0], weight)
 
         self.collectives += search.observe(searched, synced.owners, observe, self.stretch)
         return searched
@@ -317,50 +329,6 @@ class _Finalization:
             for (name, _), rounding in roundings.items():
                 self.qparams[name][ROUNDED] = rounding.rounded
 
-    @property
-    def _judging(self) -> dict[Key, Observer]:
-        """The observers of all hold-outs, whose statistics must be reduced over ranks; empty if there is one rank."""
-        judging: dict[Key, Observer] = {}
-        if self.observation.collectives.size == 1:
-            return judging
-        for hold_out in self.observation.hold_outs.values():
-            judging |= hold_out.by_key
-        return judging
-
-    def _observers_of(self, module_name: str) -> dict[str, Observer]:
-        """The observers of a module, helpers included, by base name."""
-        observers = self.observation.observers | self.observation.data_observers
-        return {base: observer for (name, base), observer in observers.items() if name == module_name}
-
-    def _judge_fit(self, module_name: str, weight: torch.Tensor) -> None:
-        """Estimate the errors of a fitted weight on batches that were kept out, if the module has a hold-out.
-
-        Called on the rank that observes the weight, right after the weight's observer has searched the range. Nothing
-        is estimated if the hold-out has no samples of inputs (``sketches``), or if only weights are finalized. The
-        hold-out has the statistics of the batches that are kept out. ``subtract_from`` replaces them by the module's
-        statistics of all batches minus these, and :func:`.judge_fit` fits the weight once more to the difference.
-        """
-        hold_out = self.observation.hold_outs.get(module_name)
-        if hold_out is None or hold_out.sketches is None or not self.activations:
-            return
-        hold_out.subtract_from(self._observers_of(module_name))
-        errors = judge_fit(hold_out, weight)
-        if errors is not None:
-            self.fit_errors[module_name] = errors
-
-    def _share_fit_errors(self) -> None:
-        """Give all ranks the estimates of all ranks, and reset the hold-outs, whose statistics are used only once."""
-        hold_outs = self.observation.hold_outs
-        if not (self.weights and self.activations and hold_outs):
-            return
-        if self.observation.collectives.size > 1:
-            for errors in self.observation.collectives.gather_object(self.fit_errors):
-                self.fit_errors |= errors
-            self.collectives += 1
-        with self.stretch:
-            for hold_out in hold_outs.values():
-                hold_out.reset()
-
     def _write(self) -> None:
         """Write the qparams to the modules, and with them the checksums of the weights to which they belong."""
         with self.stretch:
@@ -387,9 +355,11 @@ class _Finalization:
             result.chosen_input_ranges = chosen_ranges(observation.observers)
             result.grids = grids_of_weights(observation.observers)
             result.plan.is_fitted = result.plan.is_fitted and self.activations
-            result.fit_errors = self.fit_errors
+            result.fit_errors = {} if self.fits is None else self.fits.errors
             result.skipped = sorted(self.skipped)
-            result.expert_tokens = _add_counts([expert_tokens for expert_tokens, _ in synced.notes])
+            expert_tokens = [counts for counts, _ in synced.notes]
+            if any(expert_tokens):
+                result.expert_tokens = add_counts(expert_tokens)
             result.fallback = sorted({name for name, _ in self.stand_ins})
         self.stretch.agree()
         assert result is not None
@@ -445,26 +415,6 @@ def _stand_ins(observation: Observation) -> dict[Key, Observer]:
         return {}
     join_ranges = observation.options.join_fused_scales
     return borrow_ranges(observation.observers, experts.containers, observation.plan.fused, join_ranges)
-
-
-def _settle_zero_inputs(observers: Mapping[Key, Observer]) -> None:
-    """Let the columns of a weight count alike if all inputs of its module were zero, and warn of these modules.
-
-    Called before the weights are observed.
-
-    Args:
-        observers: of weights, which weigh columns by the module's inputs.
-    """
-    with_zeros = {id(observer) for observer in settle_zero_inputs(observers.values())}
-    names = []
-    for (name, _), observer in observers.items():
-        if id(observer) in with_zeros:
-            names.append(name)
-    if names:
-        warn(
-            "all inputs of these modules were zero (with weigh_tokens: no prediction depends on them), so the columns "
-            f"of their weights count alike: {name_list(names)}"
-        )
 
 
 # ---------------------------------------------------------------------- qparams
@@ -531,11 +481,110 @@ def _check_heads(targets: Collection[PlannedModule], qparams: Mapping[str, Mappi
     )
 
 
-def _add_counts(counts_of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """Add up the token counts of experts over all ranks, by name of the container."""
-    totals: dict[str, list[int]] = {}
-    for counts_by_name in counts_of_ranks:
-        for name, counts in counts_by_name.items():
-            earlier = totals.get(name, [0] * len(counts))
-            totals[name] = [total + count for total, count in zip(earlier, counts, strict=True)]
-    return totals
+# ---------------------------------------------------------------------- weights
+
+
+class WeightSearch:
+    """Lets the ranks observe a set of weights, each weight on one rank.
+
+    A finalization makes one for the observers of weights, and one for the roundings, and calls :meth:`observe` of each.
+    A weight may be whole on each rank, sharded over ranks (:mod:`.sharded_weights`), or offloaded; then it is loaded
+    while it is observed.
+
+    Args:
+        modules: by key (module name, base name), the module of each weight.
+        observers: by key, the observer of each weight.
+        collectives: of this rank.
+        progress: called after each weight that this rank has searched; None: no progress is shown.
+
+    Attributes:
+        modules: as given.
+        sizes: by key, the number of elements of the weight, by which weights are shared out.
+
+    Raises:
+        CalibrationError: a weight is on the meta device, or sharded over ranks that ``collectives`` does not reach.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[Key, nn.Module],
+        observers: Mapping[Key, Observer],
+        collectives: Collectives,
+        progress: Progress | None = None,
+    ) -> None:
+        self.modules = modules
+        self.sizes: dict[Key, int] = {}
+        self._observers = observers
+        self._collectives = collectives
+        self._progress = progress
+        self._sharded: ShardedWeights | None = None
+        refuse(
+            [name for (name, _), module in modules.items() if _is_on_meta(module)],
+            "the weight is not materialized (meta device)",
+            remedy="load it first.",
+        )
+        is_sharded = False
+        for key, module in modules.items():
+            place = place_of(module)
+            self.sizes[key] = place.shape.numel()
+            is_sharded = is_sharded or bool(place.groups)
+        if is_sharded:
+            self._sharded = ShardedWeights(modules, observers, collectives)
+
+    def observe(self, keys: Collection[Key], owners: Mapping[Key, int], observe: Observe, stretch: Stretch) -> int:
+        """Let each rank observe the weights that it owns, and give all ranks all ranges. Every rank must call this.
+
+        Args:
+            keys: the weights to observe; the same on every rank on which nothing failed.
+            owners: by key, the rank that observes the weight.
+            observe: called with the key, observer and whole weight (a matrix) of each weight that this rank owns.
+            stretch: this rank's work. If it holds a failure, this rank observes nothing, and the failure is raised on
+                all ranks; a failure in here is kept in it.
+
+        Returns:
+            The number of collectives, without the gathering of sharded weights.
+        """
+        if self._progress is not None:
+            observe = self._reporting(observe, keys, owners, self._progress)
+        if self._sharded is not None:
+            return self._sharded.observe(keys, owners, observe, stretch)
+
+        def search(key: Key) -> None:
+            module = self.modules[key]
+            with onloaded(module):
+                matrix = whole_matrix(module)
+                assert matrix is not None  # a plan has no weight without a matrix
+                observe(key, self._observers[key], matrix)
+
+        observers = {key: self._observers[key] for key in keys}
+        shared = share_weights(observers, owners, search, self._collectives, stretch.failure)
+        if shared.failure is not None:
+            stretch.keep(shared.failure)
+        return shared.collectives
+
+    def _reporting(
+        self, observe: Observe, keys: Collection[Key], owners: Mapping[Key, int], progress: Progress
+    ) -> Observe:
+        """A function that calls ``observe``, and then ``progress`` with the bytes that this rank has observed so far.
+
+        The total is the bytes of the weights in ``keys`` that this rank owns.
+        """
+        total = 0
+        for key in keys:
+            if owners.get(key) == self._collectives.rank:
+                weight: Any = self.modules[key].weight
+                total += self.sizes[key] * weight.itemsize
+        tally = Tally(total, progress)
+
+        def observe_and_report(key: Key, observer: Observer, weight: torch.Tensor) -> None:
+            observe(key, observer, weight)
+            name, _ = key
+            tally.add(name if self._collectives.size == 1 else f"{name} (this rank's share)", weight.nbytes)
+
+        return observe_and_report
+
+
+def _is_on_meta(module: nn.Module) -> bool:
+    """Whether a module's weight has no data: it is on the meta device, and no offloading will load it."""
+    weight: Any = module.weight
+    return bool(weight.is_meta) and not is_offloaded(module)

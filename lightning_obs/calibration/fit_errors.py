@@ -1,7 +1,7 @@
 """Judge whether weights that were fitted to the calibration data are better than weights chosen without data.
 
-``finalize`` calls :func:`judge_fit` for the few modules that have a :class:`.HoldOut`, on the rank that observes the
-weight. The other functions summarize the estimates of all these modules, for results, reports and a warning.
+:class:`JudgedFits` judges the few modules that have a :class:`.HoldOut` while ``finalize`` observes their weights. The
+functions below it summarize the estimates of all these modules, for results, reports and a warning.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ import torch
 from compressed_tensors.quantization import QuantizationArgs
 
 from lightning_obs.calibration.hold_out import KEPT_OUT_OF, HoldOut
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.weight_rounding import make_roundings
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.model.module_qparams import as_stored
 from lightning_obs.numerics.fake_quantize import dequantize, fake_quantize_without_graph
 from lightning_obs.numerics.qparams import exact_products
-from lightning_obs.observers import Observer
+from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import input_statistics
+from lightning_obs.ranks.collectives import Stretch
 from lightning_obs.schemes.config import make_observer
 from lightning_obs.schemes.planned_modules import PlannedModule
 from lightning_obs.schemes.recipes import Recipe
@@ -34,11 +36,79 @@ _TOLERANCE = 0.02
 _WITHOUT_DATA = "choose weights without data: recipe='fast' or observers={'weight': 'memoryless_mse'}, and no rounding."
 
 
+class JudgedFits:
+    """The estimates of one finalization for the weights of an observation that were fitted to data.
+
+    ``finalize`` makes one if the observation has hold-outs and activations are finalized, and calls its methods in the
+    order in which they stand here.
+
+    Args:
+        observation: of this rank.
+
+    Attributes:
+        errors: by module name, the estimates; of the weights that this rank has observed, until :meth:`share`.
+    """
+
+    def __init__(self, observation: Observation) -> None:
+        self._observation = observation
+        self.errors: dict[str, FitErrors] = {}
+
+    @property
+    def observers(self) -> dict[Key, Observer]:
+        """The observers of all hold-outs, whose statistics must be reduced over ranks; empty if there is one rank."""
+        observers: dict[Key, Observer] = {}
+        if self._observation.collectives.size > 1:
+            for hold_out in self._observation.hold_outs.values():
+                observers |= hold_out.by_key
+        return observers
+
+    def judge(self, module_name: str, weight: torch.Tensor) -> None:
+        """Estimate the errors of a fitted weight on batches that were kept out, if the module has a hold-out.
+
+        Called on the rank that observes the weight, right after the weight's observer has searched the range. Nothing
+        is estimated if the hold-out has no samples of inputs (``sketches``). The hold-out has the statistics of the
+        batches that are kept out. ``subtract_from`` replaces them by the module's statistics of all batches minus
+        these, and :func:`judge_fit` fits the weight once more to the difference.
+        """
+        hold_out = self._observation.hold_outs.get(module_name)
+        if hold_out is None or hold_out.sketches is None:
+            return
+        hold_out.subtract_from(self._observers_of(module_name))
+        errors = judge_fit(hold_out, weight)
+        if errors is not None:
+            self.errors[module_name] = errors
+
+    def share(self, stretch: Stretch) -> int:
+        """Give all ranks the estimates of all ranks, and reset the hold-outs, whose statistics are used only once.
+
+        Every rank must call this.
+
+        Args:
+            stretch: keeps a failure of this rank.
+
+        Returns:
+            The number of collectives.
+        """
+        collectives = self._observation.collectives
+        if collectives.size > 1:
+            for errors in collectives.gather_object(self.errors):
+                self.errors |= errors
+        with stretch:
+            for hold_out in self._observation.hold_outs.values():
+                hold_out.reset()
+        return 1 if collectives.size > 1 else 0
+
+    def _observers_of(self, module_name: str) -> dict[str, Observer]:
+        """The observers of a module, helpers included, by base name."""
+        observers = self._observation.observers | self._observation.data_observers
+        return {base: observer for (name, base), observer in observers.items() if name == module_name}
+
+
 @torch.no_grad()
 def judge_fit(hold_out: HoldOut, weight: torch.Tensor) -> FitErrors | None:
     """Fit a weight to the batches that are not kept out, and estimate the errors of its module's outputs.
 
-    ``finalize`` calls this on the rank that observes the weight, while the whole weight is in memory.
+    :meth:`JudgedFits.judge` calls this while the whole weight is in memory.
 
     Args:
         hold_out: of the module, with the statistics of the batches that are not kept out.

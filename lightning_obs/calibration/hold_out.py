@@ -313,28 +313,19 @@ def _can_be_judged(observer: Observer) -> bool:
     return are_known and all(statistic.reduction == "sum" for statistic in of_inputs)
 
 
-def is_fitted(observer: Observer) -> bool:
-    """Whether an observer of a weight, or the rounding after it, fits the weight to data.
-
-    Asked when the modules to judge are chosen, and when a result says whether anything was fitted.
-    """
-    return observer.needs_inputs or observer.rounding is not None
-
-
 def judged_targets(targets: Sequence[PlannedModule], observers: Mapping[Key, Observer]) -> list[PlannedModule]:
     """Choose the modules whose fit is judged, when an observation begins: at most 8, spread over the model.
 
-    They are chosen among modules whose weights are fitted, with about the same number for each shape of the weight.
+    About the same number is chosen for each shape of the weight.
 
     Args:
-        targets: all planned modules, in the model's order.
+        targets: the modules whose weights are fitted to data, in the model's order.
         observers: of the plan.
     """
     by_shape = defaultdict[tuple[int, int], list[PlannedModule]](list)
     for target in targets:
-        observer = observers.get((target.name, "weight"))
         shape = matrix_shape(target.module)
-        if observer is None or not is_fitted(observer) or not _can_be_judged(observer) or shape is None:
+        if shape is None or not _can_be_judged(observers[target.name, "weight"]):
             continue
         outputs, inputs = shape
         if inputs <= _MOST_INPUTS:

@@ -19,7 +19,7 @@ from torch import nn
 from lightning_obs.calibration.base_names import GRADIENTS, HESSIAN, INPUT_ERRORS, RANGE
 from lightning_obs.calibration.expert_tokens import ExpertWatch
 from lightning_obs.calibration.fitted_recipe import fitted_options
-from lightning_obs.calibration.hold_out import HoldOut, is_fitted, judged_targets
+from lightning_obs.calibration.hold_out import HoldOut, judged_targets
 from lightning_obs.calibration.input_errors import InputErrors
 from lightning_obs.calibration.observed_calls import ObservedCalls
 from lightning_obs.calibration.options import CalibrationOptions
@@ -187,9 +187,7 @@ class Observation:
 
         ``result_of`` (:mod:`.result`) asks this for the result, which then says how the fit went.
         """
-        return self.judges_fit and any(
-            base == "weight" and is_fitted(observer) for (_, base), observer in self.observers.items()
-        )
+        return self.judges_fit and bool(_fitted_weights(self.observers))
 
     @property
     def all_observers(self) -> list[Observer]:
@@ -386,10 +384,26 @@ def _rounding_helpers(target: PlannedModule, observer: Observer) -> dict[Key, Ob
     return helpers
 
 
+def _fitted_weights(observers: Mapping[Key, Observer]) -> set[str]:
+    """Names of the modules whose weights are fitted to data, by their observers or by the rounding after these.
+
+    Asked when hold-outs are made, and when a result says whether anything was fitted.
+    """
+    names = set()
+    for (name, base), observer in observers.items():
+        if base == "weight" and (observer.needs_inputs or observer.rounding is not None):
+            names.add(name)
+    return names
+
+
 def _make_hold_outs(plan: Plan, observers: Mapping[Key, Observer]) -> dict[str, HoldOut]:
-    """Make the hold-outs of a few modules; their observers are others than those of the plan."""
+    """Make the hold-outs of a few modules with fitted weights; their observers are others than those of the plan."""
     hold_outs: dict[str, HoldOut] = {}
-    for target in judged_targets(plan.targets, observers):
+    fitted = _fitted_weights(observers)
+    if not fitted:
+        return hold_outs
+    fitted_targets = [target for target in plan.targets if target.name in fitted]
+    for target in judged_targets(fitted_targets, observers):
         observer = make_observer("weight", target.args["weight"])
         observer.qparams_dtype = observers[target.name, "weight"].qparams_dtype
         helpers = {base: helper for (_, base), helper in _rounding_helpers(target, observer).items()}

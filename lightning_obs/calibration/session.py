@@ -372,7 +372,8 @@ class CalibrationSession:
         if activations:
             self._observing_since = None
         warn_of_borrowed_ranges(result)
-        warn_of_fit(result.fit_errors)
+        if result.fit_errors:
+            warn_of_fit(result.fit_errors)
         if self.batches and not self.needs_data:
             warn(
                 f"{self.label} needs no data (its activations are dynamic or in full precision): "

@@ -8,7 +8,7 @@ matrix ``E[x x^T]``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +22,7 @@ from lightning_obs.numerics.many_tensors import all_zero
 from lightning_obs.numerics.search.grid_search import GridSearch
 from lightning_obs.numerics.search.ranges import search_range
 from lightning_obs.observers.mse import MemorylessMSEObserver
-from lightning_obs.observers.observer import Hyperparameters, MinMaxTuple, Observer
+from lightning_obs.observers.observer import Hyperparameters, Key, MinMaxTuple, Observer
 from lightning_obs.observers.search_options import divides_in_blocks, options_of
 from lightning_obs.observers.statistic import Statistic, input_statistics, lacks_inputs, observing
 
@@ -205,23 +205,26 @@ def observe_without_inputs(observer: Observer, weight: torch.Tensor) -> None:
         observer(weight)
 
 
-def settle_zero_inputs(observers: Iterable[Observer]) -> list[Observer]:
+def settle_zero_inputs(observers: Mapping[Key, Observer]) -> list[str]:
     """Set :attr:`ByInputsObserver.inputs_are_zero` of all observers that have observed inputs.
 
     Finalize calls it before weights are searched. The host waits once for each device, however many observers there
     are.
 
     Args:
-        observers: observers of any class; those that have observed no inputs are ignored.
+        observers: of weights, by module name and base name; those that have observed no inputs are ignored.
 
     Returns:
-        The observers whose inputs were all zero.
+        The names of the modules whose inputs were all zero.
     """
-    with_inputs = []
-    for observer in observers:
+    with_inputs: dict[str, ByInputsObserver] = {}
+    for (name, _), observer in observers.items():
         if isinstance(observer, ByInputsObserver) and hasattr(observer, "input_count"):
-            with_inputs.append(observer)
-    answers = all_zero([squares_in(input_sums(observer)) for observer in with_inputs])
-    for observer, are_zero in zip(with_inputs, answers, strict=True):
+            with_inputs[name] = observer
+    answers = all_zero([squares_in(input_sums(observer)) for observer in with_inputs.values()])
+    names = []
+    for (name, observer), are_zero in zip(with_inputs.items(), answers, strict=True):
         observer.inputs_are_zero = are_zero
-    return [observer for observer in with_inputs if observer.inputs_are_zero]
+        if are_zero:
+            names.append(name)
+    return names
