@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_obs import CalibrationSession
 from lightning_obs.forward.quantized_forward import quantize_training_forward, set_learned_scale
-from lightning_obs.forward.quantized_tensors import Switch
+from lightning_obs.forward.quantized_module import Switch
 
 SCHEMES = {
     "W4A16 (group 64)": {

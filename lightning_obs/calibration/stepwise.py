@@ -41,7 +41,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
+from lightning_obs.forward.quantized_module import WeightCache, quantization_of
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
 from lightning_obs.model.module_qparams import get_scheme, write_qparams

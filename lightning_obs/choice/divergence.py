@@ -50,7 +50,7 @@ from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.probe import fisher_probe, parameters_without_gradients, random_signs, tapped
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import WeightCache, quantization_of
+from lightning_obs.forward.quantized_module import WeightCache, quantization_of
 from lightning_obs.model.kinds import channel_axis, holds_parameters, tokens_of
 from lightning_obs.model.mark import keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import args_of, read_qparams

@@ -31,7 +31,7 @@ from lightning_obs.engines.engine import Engine, FusedSets, PlannedCheckpoint, e
 from lightning_obs.errors import CalibrationError, refuse, warn
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.extra_runs import left_as_it_was
-from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.forward.quantized_module import quantized_weight
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import make_mark
 from lightning_obs.model.module_qparams import calibration_of, put_back

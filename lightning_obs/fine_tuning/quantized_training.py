@@ -32,7 +32,7 @@ from lightning_obs.errors import refuse
 from lightning_obs.fine_tuning.learned_scales import LearnedScales
 from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.quantized_forward import fake_quantized_states, quantize_training_forward
-from lightning_obs.forward.quantized_tensors import Switch, has_range
+from lightning_obs.forward.quantized_module import Switch, has_range
 from lightning_obs.model.module_qparams import changed_since, get_scheme
 from lightning_obs.observers import Key, Observer
 from lightning_obs.observers.statistic import lacks_inputs

@@ -1,10 +1,10 @@
 """Run modules through fake quantization: calibrated ones inside :func:`quantized`, and a model in training.
 
 A module's ``forward`` is replaced, on the instance, by one that quantizes and dequantizes input, weight and output with
-gradients, in validation as in training; its numbers equal compressed-tensors' and the exported checkpoint's bit for
-bit. ``state_dict``, ``parameters()`` and ``buffers()`` of the model do not change.
+gradients (:mod:`.quantized_module`), in validation as in training; its numbers equal compressed-tensors' and the
+exported checkpoint's bit for bit. ``state_dict``, ``parameters()`` and ``buffers()`` of the model do not change.
 
-Unlike compressed-tensors' own forward, it never writes to the parameter (:mod:`.quantized_tensors`), it quantizes every
+Unlike compressed-tensors' own forward, it never writes to the parameter, it quantizes every
 module with a weight matrix (convolutions and transformers' Conv1D too), and a tensor whose range is not known yet
 passes unquantized. Attention states are quantized where compressed-tensors' hooked modules read them.
 """
@@ -17,32 +17,25 @@ from functools import partial
 from threading import Lock, get_ident
 from typing import Any
 
-import torch
 from compressed_tensors.quantization import set_forward_quantized
 from compressed_tensors.utils.helpers import patch_attrs
 from torch import nn
-from torch.nn import functional as F
 
 from lightning_obs.errors import CalibrationError, warn
 from lightning_obs.forward.attention import find_owner, hooked_attention, register_state_change
-from lightning_obs.forward.calls import replace_input
 from lightning_obs.forward.eager import run_eagerly, unfused
-from lightning_obs.forward.quantized_tensors import (
+from lightning_obs.forward.quantized_module import (
     FORWARD_STATE,
     Quantization,
     Switch,
     WeightCache,
     Writer,
-    adapters_in_use,
-    bias_in_use,
-    fake_quantize_for,
+    fake_quantize_state,
+    linear_forward,
+    module_forward,
     quantization_of,
-    quantized_weight,
-    scale_in_use,
-    weight_in_use,
-    weight_quantizer,
+    quantize_output,
 )
-from lightning_obs.forward.recomputed_product import LinearProduct, Product, product_of, recomputed_product
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of, set_attributes
 from lightning_obs.model.module_qparams import (
     calibrated_modules,
@@ -214,7 +207,7 @@ def quantize_training_forward(module: nn.Module, switch: Switch, *, output: bool
         stack.callback(set_attributes(module, **attributes))
         stack.callback(_run_merged(module))
         if output:
-            hook = module.register_forward_hook(lambda module, args, output: _quantize_output(module, output))
+            hook = module.register_forward_hook(lambda module, args, output: quantize_output(module, output))
             stack.callback(keep_hook_out(module, hook))
         return stack.pop_all().close
 
@@ -257,7 +250,7 @@ def fake_quantized_states(
             quantization = Quantization(switch)
             stack.callback(set_attributes(module, **{FORWARD_STATE: quantization}))
             for name in names:
-                change = partial(_fake_quantize_state, module, name, quantization)
+                change = partial(fake_quantize_state, module, name, quantization)
                 stack.callback(register_state_change(module, name, change))
         yield
 
@@ -299,7 +292,7 @@ def _quantized_attributes(
         trainable = trainable and outer.trainable
         output_by_hook = output_by_hook or outer.output_by_hook
     is_plain_linear = original_forward is None and type(module).forward is nn.Linear.forward
-    function: Callable[..., Any] = _linear_forward if is_plain_linear else _forward
+    function: Callable[..., Any] = linear_forward if is_plain_linear else module_forward
     forward = partial(function, module)  # a bound method would not pickle...
     vars(forward)["__func__"] = function  # ...but compressed-tensors looks for its function
     quantization = Quantization(
@@ -324,145 +317,3 @@ def _original_forward(module: nn.Module, forward: Callable[..., Any] | None) -> 
     if getattr(forward, "__code__", forward) in set_forward_quantized.__code__.co_consts:
         return None  # compressed-tensors' quantized forward runs the class's
     return forward
-
-
-# ---------------------------------------------------------------------- the forward
-
-
-def _linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
-    """The quantized forward of a Linear whose forward was not replaced: quantize input and weight, multiply, quantize.
-
-    torch calls it in place of ``nn.Linear.forward``.
-    """
-    quantized_input = fake_quantize_for(self, input, "input")
-    output = _quantized_product(self, quantized_input)
-    if quantization_of(self).output_by_hook:
-        return output
-    return fake_quantize_for(self, output, "output")
-
-
-def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
-    """The product of an input with a Linear's quantized weight, plus the bias; :func:`_linear_forward` calls it."""
-    output = _recomputed(linear, LinearProduct(), input)
-    if output is not None:
-        return output
-    weight = weight_in_use(linear)
-    assert weight is not None
-    return F.linear(input, fake_quantize_for(linear, weight, "weight"), bias_in_use(linear))
-
-
-def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> torch.Tensor | None:
-    """The product with the quantized weight, plus the bias; the backward quantizes the weight once more.
-
-    Each quantized forward of a Linear, a convolution or a Conv1D tries this first, to keep no quantized weight for the
-    backward. None if autograd does not record, if a compiler decides what is kept for the backward, or if the weight is
-    not quantized anew in each forward (:func:`weight_quantizer`).
-    """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return None
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    quantizer = weight_quantizer(module, weight)
-    if quantizer is None:
-        return None
-    merge = adapters_in_use(module, weight)
-    parameters = [weight] if merge is None else [weight, *merge.parameters()]
-    return recomputed_product(
-        product,
-        input,
-        weight if merge is None else merge(weight),
-        bias_in_use(module),
-        scale_in_use(module, "weight"),
-        quantizer,
-        merge=merge,
-        parameters=parameters,
-    )
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The quantized forward of a module that is no plain Linear: its own forward, on quantized tensors.
-
-    The quantized input, weight and bias take the place of the module's own.
-    """
-
-    def quantize_input(value: torch.Tensor) -> torch.Tensor:
-        return fake_quantize_for(self, value, "input")
-
-    args, kwargs = replace_input(args, kwargs, quantize_input)
-    quantization = quantization_of(self)
-    output = _recomputed_output(self, args, kwargs) if quantization.original_forward is None else None
-    if output is None:
-        output = _output_with(_tensors_in_use(self), self, args, kwargs)
-    return output if quantization.output_by_hook else _quantize_output(self, output)
-
-
-def _recomputed_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The output of a convolution or of transformers' Conv1D in training, by :func:`_recomputed`.
-
-    None where that function gives None, for a module of another class, and for a call with other arguments than one
-    tensor.
-    """
-    inputs = [*args, *kwargs.values()]
-    product = product_of(module)
-    if product is None or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
-        return None
-    return _recomputed(module, product, inputs[0])
-
-
-def _output_with(
-    tensors: dict[str, torch.Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """The output of a module's own forward, which computes with other tensors in place of the module's own.
-
-    Args:
-        tensors: the other tensors, by the names of the module's attributes that they replace during the call.
-        module: runs quantized.
-        args, kwargs: the arguments of the call.
-    """
-    # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
-    attributes = vars(module)
-    masked_tensors = {name: attributes[name] for name in tensors if name in attributes}
-    attributes.update(tensors)
-    original_forward = quantization_of(module).original_forward
-    try:
-        if original_forward is None:
-            return type(module).forward(module, *args, **kwargs)
-        return original_forward(*args, **kwargs)
-    finally:
-        for name in tensors:
-            attributes.pop(name, None)
-        attributes.update(masked_tensors)
-
-
-def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The quantized weight and the rounded bias that a module computes with, by the names of its attributes.
-
-    A weight that the module does not have, and a bias that is not rounded, are left out.
-    """
-    tensors = {}
-    weight = quantized_weight(module)
-    if weight is not None:
-        tensors["weight"] = weight
-    bias = bias_in_use(module)
-    if bias is not None and bias is not getattr(module, "bias", None):
-        tensors["bias"] = bias
-    return tensors
-
-
-def _quantize_output(module: nn.Module, output: Any) -> Any:
-    """Quantize an output that is a tensor; another output is returned unchanged."""
-    return fake_quantize_for(module, output, "output") if isinstance(output, torch.Tensor) else output
-
-
-def _fake_quantize_state(module: nn.Module, name: str, quantization: Quantization, state: torch.Tensor) -> torch.Tensor:
-    """Quantize an attention state at a forward; the hook that :func:`fake_quantized_states` registers.
-
-    Args:
-        module: the attention module.
-        name: ``"q"``, ``"k"`` or ``"v"``.
-        quantization: that of the block which registered the hook. Blocks nest: only the innermost one's hook quantizes.
-        state: ``(batch, heads, tokens, head_dim)``.
-    """
-    if quantization_of(module) is not quantization:
-        return state
-    return fake_quantize_for(module, state, name)

@@ -1,4 +1,4 @@
-"""The product of an input and a quantized weight that computes the weight once more in the backward.
+"""The product of an input and a quantized weight that quantizes the weight once more in the backward.
 
 For each Linear and convolution, autograd would keep the quantized weight, which is as large as the parameter, and the
 mask of clipped values. Both follow from the weight and its scale, which are in memory anyway. So this file has its own
@@ -7,21 +7,32 @@ gradients of a product, equal to autograd's bit for bit, and the quantized weigh
 torch's activation checkpointing would also compute the quantized weight again. But it keeps the input of a Linear whose
 weight is frozen, which plain training does not. Hooks of saved tensors would replace the hooks of the user, since torch
 calls only the innermost of nested hooks.
+
+The quantizers stand here because the backward applies them, too: :class:`StaticQuantizer` to any tensor of a module,
+:class:`WeightQuantizer` to its weight.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
-from lightning_obs.model.kinds import is_conv1d_of_transformers
+from lightning_obs.model.kinds import from_matrix, is_conv1d_of_transformers, to_matrix
+from lightning_obs.numerics.fake_quantize import (
+    clip_gradient_,
+    dequantize,
+    fake_quantize,
+    fake_quantize_without_graph,
+    straight_through,
+)
 
 # ---------------------------------------------------------------------- products and their gradients
 
@@ -212,7 +223,7 @@ class Scratch:
     A CPU's allocator returns blocks of some megabytes to the system and requests them again at once, with every page
     cleared. Between tensors that stay, it leaves gaps that no later tensor fits.
 
-    All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_tensors.Switch`), and borrow
+    All modules of a model in training share one (:class:`~lightning_obs.forward.quantized_module.Switch`), and borrow
     from it in each forward and backward. Several threads may borrow at once, and a block inside another block gets
     other memory. Copies and pickles start empty.
     """
@@ -249,32 +260,143 @@ class Scratch:
             self._free[:] = [memory]
 
 
-# ---------------------------------------------------------------------- the product with a weight that is not kept
+# ---------------------------------------------------------------------- quantizers
 
 
-class Quantizer(Protocol):
-    """Quantizes and dequantizes a weight: once in the forward, and again, to equal values, in the backward.
+@dataclass  # not frozen: torch 2.11 and older do not trace how a frozen one is made
+class StaticQuantizer:
+    """Quantizes and dequantizes a tensor by the quantization parameters that calibration wrote to a module.
 
-    ``quantized_tensors.WeightQuantizer`` is the only class of this kind; :func:`recomputed_product` calls its methods.
+    The quantized forward of a module makes one anew for each tensor at each call, so it has the parameters of that
+    moment.
+
+    Attributes:
+        args: number format and strategy.
+        zero_point: the module's zero point for the tensor; None: the format has none.
+        global_scale: the module's global scale, which all scales of the tensor share; None: the format has none.
+        codes: the integers of a weight that a rounding chose instead of the nearest ones; None: the nearest are taken.
+        is_scale_learned: whether the scale is learned. Then gradients go through ``codes`` to the scale, else past
+            them to the weight.
+        observations: how many observations (tokens) an activation stacks, a factor of a learned scale's gradient.
     """
 
+    args: QuantizationArgs
+    zero_point: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    codes: torch.Tensor | None
+    is_scale_learned: bool
+    observations: int = 1
+
     def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The quantized weight, in the dtype of ``value``, with gradients to ``value`` and ``scale``.
+        """The tensor after quantize and dequantize, in its dtype, with gradients to it and to the scale."""
+        if self.codes is not None:
+            rounded = dequantize(self.codes, scale, self.zero_point, self.args, global_scale=self.global_scale)
+            return rounded.to(value.dtype) if self.is_scale_learned else straight_through(value, rounded)
+        return fake_quantize(
+            value,
+            scale,
+            self.zero_point,
+            self.args,
+            global_scale=self.global_scale,
+            observations=self.observations,
+        )
 
-        Called in a backward that computes a gradient of the scale, or second gradients.
+    def without_graph(self, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
+        """The tensor after quantize and dequantize, without gradients; called by :class:`WeightQuantizer`.
+
+        It may lie in ``memory``, of the tensor's shape, whose values are overwritten; None: memory is allocated.
         """
+        if self.codes is not None:
+            return self(value, scale)
+        return fake_quantize_without_graph(
+            value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+        )
 
-    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """The quantized weight for a ``with`` block, without gradients; its memory is overwritten afterwards.
+    def value_gradient(
+        self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the gradient of the tensor, from the gradient of the quantized tensor; called in the backward.
 
-        Entered in each forward, and in every other backward.
+        It is zero where the tensor was clipped. Integers that a rounding chose pass the whole gradient.
+
+        Args:
+            gradient: the gradient of the quantized tensor; it may be overwritten.
+            value: the tensor.
+            scale: the scale of the tensor.
+            memory: overwritten, in the shape of ``value``; None: memory is allocated.
         """
+        if self.codes is not None:
+            return gradient
+        return clip_gradient_(
+            gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
+        )
+
+
+@dataclass(frozen=True)
+class WeightQuantizer:
+    """Quantizes and dequantizes a module's weight, in its own shape, in the backward as in the forward.
+
+    ``quantized_module.weight_quantizer`` makes it at each forward in training; :func:`recomputed_product` calls it in
+    that forward and its backward.
+
+    Attributes:
+        layout: the module whose class says how the weight is laid out as a matrix; None: the weight is a matrix.
+        quantizer: the quantizer of that matrix.
+        scratch: the lender of memory for the quantized weight and for gradients.
+    """
+
+    layout: nn.Module | None
+    quantizer: StaticQuantizer
+    scratch: Scratch
+
+    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The quantized weight in the dtype of the weight ``value``, with gradients to the weight and the ``scale``.
+
+        The backward calls it where a scale is learned, or for second gradients.
+        """
+        return self._from_matrix(self.quantizer(self._to_matrix(value), scale), value.shape)
+
+    @contextmanager
+    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The quantized weight for a ``with`` block, without gradients, in memory that is overwritten afterwards.
+
+        Each forward enters it for the product, and the backward once more.
+        """
+        with self.scratch.lend(value) as memory:
+            matrix = self.quantizer.without_graph(self._to_matrix(value), scale, self._memory(memory))
+            yield self._from_matrix(matrix, value.shape)
 
     def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of ``value``, from the quantized weight's ``gradient``, which may be overwritten.
+        """Return the gradient of the weight, from the gradient of the quantized weight, which may be overwritten.
 
-        Called in a backward without a gradient of the scale and without second gradients.
+        The backward calls it where no scale is learned.
         """
+        with self.scratch.lend(value) as memory:
+            matrix = self._to_matrix(value)
+            gradient_matrix = self.quantizer.value_gradient(
+                self._to_matrix(gradient), matrix, scale, self._memory(memory)
+            )
+            return self._from_matrix(gradient_matrix, value.shape)
+
+    def _memory(self, memory: torch.Tensor | None) -> torch.Tensor | None:
+        """Lent ``memory`` of the weight's shape as the matrix ``(R, C)``; None: no memory was lent."""
+        return None if memory is None else self._to_matrix(memory)
+
+    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
+        """A tensor in the weight's shape as the matrix ``(R, C)``."""
+        if self.layout is None:
+            return weight
+        matrix = to_matrix(self.layout, weight)
+        assert matrix is not None  # weight_quantizer has asked
+        return matrix
+
+    def _from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """A matrix ``(R, C)`` in the weight's shape."""
+        weight = matrix if self.layout is None else from_matrix(self.layout, matrix, shape)
+        return weight.contiguous()
+
+
+# ---------------------------------------------------------------------- the product with a weight that is not kept
 
 
 def recomputed_product(
@@ -283,7 +405,7 @@ def recomputed_product(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     scale: torch.Tensor,
-    quantize: Quantizer,
+    quantize: WeightQuantizer,
     *,
     merge: Callable[[torch.Tensor], torch.Tensor] | None,
     parameters: Sequence[torch.Tensor],
@@ -292,7 +414,7 @@ def recomputed_product(
 
     Output, gradients and second gradients are bit for bit those of plain autograd, which keeps the quantized weight.
 
-    The quantized forward of a Linear, a Conv1D of transformers or a convolution (:mod:`.quantized_forward`) calls it
+    The quantized forward of a Linear, a Conv1D of transformers or a convolution (:mod:`.quantized_module`) calls it
     while autograd records.
 
     Args:
@@ -328,7 +450,7 @@ class _RecomputedProduct(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         scale: torch.Tensor,
-        quantize: Quantizer,
+        quantize: WeightQuantizer,
         merge: Callable[[torch.Tensor], torch.Tensor] | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:

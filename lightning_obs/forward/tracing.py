@@ -26,7 +26,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.quantized_forward import quantize_forward
-from lightning_obs.forward.quantized_tensors import ROUNDED_BIAS
+from lightning_obs.forward.quantized_module import ROUNDED_BIAS
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import calibrated_modules, refuse_unmerged
 from lightning_obs.model.offload import is_offloaded

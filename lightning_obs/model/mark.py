@@ -18,7 +18,7 @@ and its pickle does not need this package. A copied model is marked anew when it
 
 Three things are plain attributes of a module instead, because its copies must have them: the quantization parameters
 with ``weight_rounded``, their checksums (both :mod:`.module_qparams`), and, beside a replaced ``forward``, its state
-(:mod:`lightning_obs.forward.quantized_tensors`): a module of a loaded checkpoint keeps both for good, and a compiled
+(:mod:`lightning_obs.forward.quantized_module`): a module of a loaded checkpoint keeps both for good, and a compiled
 forward reads that state.
 """
 

@@ -56,7 +56,7 @@ def fake_quantize(
 ) -> torch.Tensor:
     """Quantize and dequantize with given parameters, so that gradients pass.
 
-    The quantized forward (``forward/quantized_tensors.py``) calls it in each call of a module for its weight, inputs
+    The quantizers of ``forward/recomputed_product.py`` call it in each call of a module for its weight, inputs
     and outputs with calibrated scales, and packed weights (``model/packed_weight.py``) for the inputs and outputs of
     their modules; export (``checkpoint/entries.py``) calls it for weights on an accelerator.
 
@@ -125,7 +125,7 @@ def fake_quantize_without_graph(
 ) -> torch.Tensor:
     """Quantize and dequantize as :func:`fake_quantize`, bit for bit, without gradient.
 
-    The quantizers of ``forward/quantized_tensors.py`` call it for a module in training: in the forward, and again in
+    The quantizers of ``forward/recomputed_product.py`` call it for a module in training: in the forward, and again in
     the backward. ``calibration/fit_errors.py`` calls it to estimate the error of a weight that is rounded to nearest.
 
     Args:
@@ -142,7 +142,7 @@ def fake_quantize_dynamic(
 ) -> torch.Tensor:
     """Quantize and dequantize with the range of the value itself, as compressed-tensors does at run time.
 
-    The quantized forward (``forward/quantized_tensors.py``) and packed weights (``model/packed_weight.py``) call it in
+    The quantized forward (``forward/quantized_module.py``) and packed weights (``model/packed_weight.py``) call it in
     each call of a module for an activation whose scheme is dynamic.
 
     Args:
@@ -376,7 +376,7 @@ def clip_gradient_(
 ) -> torch.Tensor:
     """Turn the gradient at :func:`fake_quantize`'s result into the gradient at its value: zero where it was clipped.
 
-    The quantizers of ``forward/quantized_tensors.py`` call it in the backward of a module in training, for the weight.
+    The quantizers of ``forward/recomputed_product.py`` call it in the backward of a module in training, for the weight.
     In float32 it takes two passes and no mask; a value within a rounding error of the clip bound may count as clipped
     or not.
 

@@ -19,7 +19,7 @@ from lightning_obs.choice.divergence import _arguments_of
 from lightning_obs.choice.mixed_precision import choose_schemes
 from lightning_obs.choice.sensitivity import candidate_options
 from lightning_obs.engines.engine import ENGINES, Engine
-from lightning_obs.forward import quantized_tensors
+from lightning_obs.forward import recomputed_product
 from lightning_obs.forward.quantized_forward import quantize_forward
 from lightning_obs.numerics.fake_quantize import fake_quantize
 from lightning_obs.numerics.moments import channel_products
@@ -123,7 +123,7 @@ def test_candidates_that_round_a_weight_alike_round_it_once_a_batch(classifier, 
         rounded.append(value.data_ptr())
         return fake_quantize(value, *given, **options)
 
-    monkeypatch.setattr(quantized_tensors, "fake_quantize", rounding)
+    monkeypatch.setattr(recomputed_product, "fake_quantize", rounding)
     together = {"int4": INT4, "int8": INT8, "dynamic": "W8A8", "static": "INT8_STATIC"}
     sensitivity(classifier, [torch.randn(64, 32), torch.randn(64, 32)], together)
     weights = [layer.weight.data_ptr() for layer in classifier if isinstance(layer, nn.Linear)]

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lightning_obs import CalibrationSession, export_checkpoint
 from lightning_obs.engines.engine import ENGINES, Verdict
-from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.forward.quantized_module import quantized_weight
 from lightning_obs.schemes.config import preset_names
 from tests.engines.test_readers import SAID, int_weights
 from tests.engines.test_schemes_in_vllm import in_vllm, pytestmark

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_obs import CalibrationSession
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import Switch
+from lightning_obs.forward.quantized_module import Switch
 from tests.forward.quantized_modules import (
     INT8,
     as_compressed_tensors_runs,

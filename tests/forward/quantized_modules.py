@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_obs import CalibrationSession
 from lightning_obs.forward.quantized_forward import quantize_training_forward
-from lightning_obs.forward.quantized_tensors import Switch
+from lightning_obs.forward.quantized_module import Switch
 from lightning_obs.model.module_qparams import calibrated_modules, get_scheme
 
 INT8 = {"num_bits": 8, "strategy": "tensor"}

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_obs import CalibrationError, CalibrationSession, quantized
 from lightning_obs.forward.eager import eager_blocks
 from lightning_obs.forward.quantized_forward import quantize_training_forward, weights_kept
-from lightning_obs.forward.quantized_tensors import Switch, quantized_weight
+from lightning_obs.forward.quantized_module import Switch, quantized_weight
 from tests.forward.quantized_modules import (
     INT8,
     Everything,

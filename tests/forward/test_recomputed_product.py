@@ -12,14 +12,14 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from lightning_obs.forward.quantized_forward import set_learned_scale
-from lightning_obs.forward.quantized_tensors import (
+from lightning_obs.forward.quantized_module import fake_quantize_for, quantized_weight, weight_quantizer
+from lightning_obs.forward.recomputed_product import (
+    LinearProduct,
+    Scratch,
     StaticQuantizer,
     WeightQuantizer,
-    fake_quantize_for,
-    quantized_weight,
-    weight_quantizer,
+    recomputed_product,
 )
-from lightning_obs.forward.recomputed_product import LinearProduct, Scratch, recomputed_product
 from lightning_obs.model.weight import register_surroundings
 from tests.forward.quantized_modules import calibrated, train_quantized
 from tests.numerics.fake_quantize_cases import preset, qparams_of

@@ -16,7 +16,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.forward.quantized_forward import quantize_training_forward
-from lightning_obs.forward.quantized_tensors import Switch, bias_in_use
+from lightning_obs.forward.quantized_module import Switch, bias_in_use
 
 INPUTS = {"linear": (64, 16), "convolution": (8, 3, 6, 6)}
 

@@ -21,7 +21,7 @@ from lightning_obs import (
     quantized,
 )
 from lightning_obs.app.models.pretrained import load_pretrained
-from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.forward.quantized_module import quantized_weight
 from lightning_obs.gguf.base_file import BaseFile
 from lightning_obs.model.module_qparams import calibrated_modules, clear_qparams
 from lightning_obs.model.stored import stored_weight

@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.forward.quantized_forward import quantize_training_forward
-from lightning_obs.forward.quantized_tensors import Switch
+from lightning_obs.forward.quantized_module import Switch
 from lightning_obs.model.mark import is_inside_quantized, keep_hook_out, set_attributes
 from lightning_obs.model.module_qparams import calibrated_modules, changed_since, get_scheme, read_qparams
 from lightning_obs.report.layer_errors import measure_layer_errors

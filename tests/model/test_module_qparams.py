@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, quantized
 from lightning_obs.errors import CalibrationWarning
 from lightning_obs.forward.calls import first_input, replace_input
-from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.forward.quantized_module import quantized_weight
 from lightning_obs.model.kinds import kind_of
 from lightning_obs.model.module_qparams import (
     calibrated_modules,

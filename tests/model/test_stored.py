@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lightning_obs import CalibrationSession, quantized
-from lightning_obs.forward.quantized_tensors import quantized_weight
+from lightning_obs.forward.quantized_module import quantized_weight
 from lightning_obs.model.kinds import from_matrix
 from lightning_obs.model.stored import stored_range, stored_weight
 from lightning_obs.numerics.fake_quantize import dequantize

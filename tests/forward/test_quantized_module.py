@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme, QuantizationStatus, forward_quantize
 from torch import nn
 
-from lightning_obs.forward.quantized_tensors import fake_quantize_for
+from lightning_obs.forward.quantized_module import fake_quantize_for
 from tests.numerics.fake_quantize_cases import (
     DTYPES,
     DYNAMIC,

@@ -1,35 +1,38 @@
-"""Quantize and dequantize one tensor of a module, with the parameters on the module and with gradients.
+"""The quantized forward of one module: its tensors quantized and dequantized, with gradients, and its output of them.
 
-compressed-tensors swaps ``weight.data``. Here the quantized weight is another tensor in autograd's graph, so it can be
-recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+The parameters are those on the module. compressed-tensors swaps ``weight.data``. Here the quantized weight is another
+tensor in autograd's graph, so it can be recomputed (activation checkpointing), gathered (FSDP2) and pruned meanwhile.
+Start reading at :func:`linear_forward`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs, QuantizationStatus
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_obs.errors import CalibrationError
-from lightning_obs.forward.recomputed_product import Scratch
+from lightning_obs.forward.calls import replace_input
+from lightning_obs.forward.recomputed_product import (
+    LinearProduct,
+    Product,
+    Scratch,
+    StaticQuantizer,
+    WeightQuantizer,
+    product_of,
+    recomputed_product,
+)
 from lightning_obs.model.kinds import count_tokens, from_matrix, to_matrix
 from lightning_obs.model.module_qparams import ROUNDED, args_of, move_qparams
 from lightning_obs.model.packed_weight import PackedWeight
 from lightning_obs.model.stored import bias_step, round_bias
 from lightning_obs.model.weight import AddedAdapters, full_weight
-from lightning_obs.numerics.fake_quantize import (
-    clip_gradient_,
-    dequantize,
-    fake_quantize,
-    fake_quantize_dynamic,
-    fake_quantize_without_graph,
-    straight_through,
-)
+from lightning_obs.numerics.fake_quantize import fake_quantize_dynamic, straight_through
 from lightning_obs.numerics.qparams import ATTENTION
 
 #: takes ``(value, base name)`` and gives the value that a module computes with; a weight keeps its own shape. When a
@@ -232,7 +235,7 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
     observations = 1
     if scale.requires_grad and base_name != "weight":  # their number is a factor of the scale's gradient
         observations = count_tokens(module, value)
-    quantized = StaticQuantizer.of(module, base_name, args, observations)(value, scale)
+    quantized = _static_quantizer(module, base_name, args, observations)(value, scale)
     if scale.requires_grad and base_name == "output":
         quantized = quantized.clone()  # the gradient of the scale needs it, and a ReLU may change it in place
     if cache is not None:
@@ -243,7 +246,7 @@ def fake_quantize_for(module: nn.Module, value: torch.Tensor, base_name: str) ->
 def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer | None:
     """Return the function by which a forward in training quantizes a weight, and the backward quantizes it again.
 
-    ``quantized_forward._recomputed`` calls this at each forward in training.
+    :func:`_recomputed` calls this at each forward in training.
 
     Returns:
         None if the weight has no matrix, if it is not quantized now (:func:`fake_quantize_for`), or if it is not
@@ -261,7 +264,7 @@ def weight_quantizer(module: nn.Module, weight: torch.Tensor) -> WeightQuantizer
         return None
     _follow_device(module, weight, "weight", args)
     layout = None if quantization.is_plain_linear else module
-    return WeightQuantizer(layout, StaticQuantizer.of(module, "weight", args), quantization.switch.scratch)
+    return WeightQuantizer(layout, _static_quantizer(module, "weight", args), quantization.switch.scratch)
 
 
 def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
@@ -274,155 +277,25 @@ def scale_in_use(module: nn.Module, base_name: str) -> torch.Tensor:
     return scale
 
 
-@dataclass  # not frozen: torch 2.11 and older do not trace how a frozen one is made
-class StaticQuantizer:
-    """Quantizes and dequantizes a tensor by the quantization parameters that calibration wrote to a module.
+def _static_quantizer(
+    module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1
+) -> StaticQuantizer:
+    """The quantizer of one of a module's tensors at a forward, from the module's parameters.
 
-    Made anew for each tensor at each forward (:meth:`of`), so it has the parameters of that moment.
-
-    Attributes:
+    Args:
+        module: has the tensor's range (:func:`has_range`).
+        base_name: the tensor: ``"weight"``, ``"input"``...
         args: number format and strategy.
-        zero_point: the module's zero point for the tensor; None: the format has none.
-        global_scale: the module's global scale, which all scales of the tensor share; None: the format has none.
-        codes: the integers of a weight that a rounding chose instead of the nearest ones; None: the nearest are taken.
-        is_scale_learned: whether the scale is learned. Then gradients go through ``codes`` to the scale, else past
-            them to the weight.
-        observations: how many observations (tokens) an activation stacks, a factor of a learned scale's gradient.
+        observations: as in :class:`.StaticQuantizer`.
     """
-
-    args: QuantizationArgs
-    zero_point: torch.Tensor | None
-    global_scale: torch.Tensor | None
-    codes: torch.Tensor | None
-    is_scale_learned: bool
-    observations: int = 1
-
-    @classmethod
-    def of(cls, module: nn.Module, base_name: str, args: QuantizationArgs, observations: int = 1) -> StaticQuantizer:
-        """Make the quantizer of one of a module's tensors at a forward, from the module's parameters.
-
-        Args:
-            module: has the tensor's range (:func:`has_range`).
-            base_name: the tensor: ``"weight"``, ``"input"``...
-            args: number format and strategy.
-            observations: see the class.
-        """
-        return cls(
-            args=args,
-            zero_point=getattr(module, f"{base_name}_zero_point", None),
-            global_scale=getattr(module, f"{base_name}_global_scale", None),
-            codes=getattr(module, ROUNDED, None) if base_name == "weight" else None,
-            is_scale_learned=base_name in quantization_of(module).learned_scales,
-            observations=observations,
-        )
-
-    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The tensor after quantize and dequantize, in its dtype, with gradients to it and to the scale."""
-        if self.codes is not None:
-            rounded = dequantize(self.codes, scale, self.zero_point, self.args, global_scale=self.global_scale)
-            return rounded.to(value.dtype) if self.is_scale_learned else straight_through(value, rounded)
-        return fake_quantize(
-            value,
-            scale,
-            self.zero_point,
-            self.args,
-            global_scale=self.global_scale,
-            observations=self.observations,
-        )
-
-    def without_graph(self, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None) -> torch.Tensor:
-        """The tensor after quantize and dequantize, without gradients; called by :class:`WeightQuantizer`.
-
-        It may lie in ``memory``, of the tensor's shape, whose values are overwritten; None: memory is allocated.
-        """
-        if self.codes is not None:
-            return self(value, scale)
-        return fake_quantize_without_graph(
-            value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
-        )
-
-    def value_gradient(
-        self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor, memory: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the gradient of the tensor, from the gradient of the quantized tensor; called in the backward.
-
-        It is zero where the tensor was clipped. Integers that a rounding chose pass the whole gradient.
-
-        Args:
-            gradient: the gradient of the quantized tensor; it may be overwritten.
-            value: the tensor.
-            scale: the scale of the tensor.
-            memory: overwritten, in the shape of ``value``; None: memory is allocated.
-        """
-        if self.codes is not None:
-            return gradient
-        return clip_gradient_(
-            gradient, value, scale, self.zero_point, self.args, global_scale=self.global_scale, memory=memory
-        )
-
-
-@dataclass(frozen=True)
-class WeightQuantizer:
-    """Quantizes and dequantizes a module's weight, in its own shape, in the backward as in the forward.
-
-    :func:`weight_quantizer` makes it at each forward in training; ``recomputed_product`` calls it in that forward and
-    its backward. It is a ``Quantizer`` of ``recomputed_product.py``.
-
-    Attributes:
-        layout: the module whose class says how the weight is laid out as a matrix; None: the weight is a matrix.
-        quantizer: the quantizer of that matrix.
-        scratch: the lender of memory for the quantized weight and for gradients.
-    """
-
-    layout: nn.Module | None
-    quantizer: StaticQuantizer
-    scratch: Scratch
-
-    def __call__(self, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """The quantized weight in the dtype of the weight ``value``, with gradients to the weight and the ``scale``.
-
-        The backward calls it where a scale is learned, or for second gradients.
-        """
-        return self._from_matrix(self.quantizer(self._to_matrix(value), scale), value.shape)
-
-    @contextmanager
-    def borrowed(self, value: torch.Tensor, scale: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The quantized weight for a ``with`` block, without gradients, in memory that is overwritten afterwards.
-
-        Each forward enters it for the product, and the backward once more.
-        """
-        with self.scratch.lend(value) as memory:
-            matrix = self.quantizer.without_graph(self._to_matrix(value), scale, self._memory(memory))
-            yield self._from_matrix(matrix, value.shape)
-
-    def value_gradient(self, gradient: torch.Tensor, value: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight, from the gradient of the quantized weight, which may be overwritten.
-
-        The backward calls it where no scale is learned.
-        """
-        with self.scratch.lend(value) as memory:
-            matrix = self._to_matrix(value)
-            gradient_matrix = self.quantizer.value_gradient(
-                self._to_matrix(gradient), matrix, scale, self._memory(memory)
-            )
-            return self._from_matrix(gradient_matrix, value.shape)
-
-    def _memory(self, memory: torch.Tensor | None) -> torch.Tensor | None:
-        """Lent ``memory`` of the weight's shape as the matrix ``(R, C)``; None: no memory was lent."""
-        return None if memory is None else self._to_matrix(memory)
-
-    def _to_matrix(self, weight: torch.Tensor) -> torch.Tensor:
-        """A tensor in the weight's shape as the matrix ``(R, C)``."""
-        if self.layout is None:
-            return weight
-        matrix = to_matrix(self.layout, weight)
-        assert matrix is not None  # weight_quantizer has asked
-        return matrix
-
-    def _from_matrix(self, matrix: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A matrix ``(R, C)`` in the weight's shape."""
-        weight = matrix if self.layout is None else from_matrix(self.layout, matrix, shape)
-        return weight.contiguous()
+    return StaticQuantizer(
+        args=args,
+        zero_point=getattr(module, f"{base_name}_zero_point", None),
+        global_scale=getattr(module, f"{base_name}_global_scale", None),
+        codes=getattr(module, ROUNDED, None) if base_name == "weight" else None,
+        is_scale_learned=base_name in quantization_of(module).learned_scales,
+        observations=observations,
+    )
 
 
 def _follow_device(module: nn.Module, value: torch.Tensor, base_name: str, args: QuantizationArgs) -> None:
@@ -472,3 +345,149 @@ def _name_of_range(base_name: str, args: QuantizationArgs) -> str:
     forward, below a calibrated global scale.
     """
     return f"{base_name}_global_scale" if args.dynamic else f"{base_name}_scale"
+
+
+# ---------------------------------------------------------------------- the forward
+
+
+def linear_forward(self: nn.Linear, input: torch.Tensor) -> torch.Tensor:  # the name that nn.Linear has
+    """The quantized forward of a Linear whose forward was not replaced: quantize input and weight, multiply, quantize.
+
+    torch calls it in place of ``nn.Linear.forward``.
+    """
+    quantized_input = fake_quantize_for(self, input, "input")
+    output = _quantized_product(self, quantized_input)
+    if quantization_of(self).output_by_hook:
+        return output
+    return fake_quantize_for(self, output, "output")
+
+
+def _quantized_product(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """The product of an input with a Linear's quantized weight, plus the bias; :func:`linear_forward` calls it."""
+    output = _recomputed(linear, LinearProduct(), input)
+    if output is not None:
+        return output
+    weight = weight_in_use(linear)
+    assert weight is not None
+    return F.linear(input, fake_quantize_for(linear, weight, "weight"), bias_in_use(linear))
+
+
+def _recomputed(module: nn.Module, product: Product, input: torch.Tensor) -> torch.Tensor | None:
+    """The product with the quantized weight, plus the bias; the backward quantizes the weight once more.
+
+    Each quantized forward of a Linear, a convolution or a Conv1D tries this first, to keep no quantized weight for the
+    backward. None if autograd does not record, if a compiler decides what is kept for the backward, or if the weight is
+    not quantized anew in each forward (:func:`weight_quantizer`).
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    quantizer = weight_quantizer(module, weight)
+    if quantizer is None:
+        return None
+    merge = adapters_in_use(module, weight)
+    parameters = [weight] if merge is None else [weight, *merge.parameters()]
+    return recomputed_product(
+        product,
+        input,
+        weight if merge is None else merge(weight),
+        bias_in_use(module),
+        scale_in_use(module, "weight"),
+        quantizer,
+        merge=merge,
+        parameters=parameters,
+    )
+
+
+def module_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The quantized forward of a module that is no plain Linear: its own forward, on quantized tensors.
+
+    torch calls it in place of the module's forward. The quantized input, weight and bias take the place of the
+    module's own.
+    """
+
+    def quantize_input(value: torch.Tensor) -> torch.Tensor:
+        return fake_quantize_for(self, value, "input")
+
+    args, kwargs = replace_input(args, kwargs, quantize_input)
+    quantization = quantization_of(self)
+    output = _recomputed_output(self, args, kwargs) if quantization.original_forward is None else None
+    if output is None:
+        output = _output_with(_tensors_in_use(self), self, args, kwargs)
+    return output if quantization.output_by_hook else quantize_output(self, output)
+
+
+def _recomputed_output(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The output of a convolution or of transformers' Conv1D in training, by :func:`_recomputed`.
+
+    None where that function gives None, for a module of another class, and for a call with other arguments than one
+    tensor.
+    """
+    inputs = [*args, *kwargs.values()]
+    product = product_of(module)
+    if product is None or len(inputs) != 1 or not isinstance(inputs[0], torch.Tensor):
+        return None
+    return _recomputed(module, product, inputs[0])
+
+
+def _output_with(
+    tensors: dict[str, torch.Tensor], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """The output of a module's own forward, which computes with other tensors in place of the module's own.
+
+    Args:
+        tensors: the other tensors, by the names of the module's attributes that they replace during the call.
+        module: runs quantized.
+        args, kwargs: the arguments of the call.
+    """
+    # An entry of the instance's dict is found before its parameter. Pruning keeps the masked weight there already.
+    attributes = vars(module)
+    masked_tensors = {name: attributes[name] for name in tensors if name in attributes}
+    attributes.update(tensors)
+    original_forward = quantization_of(module).original_forward
+    try:
+        if original_forward is None:
+            return type(module).forward(module, *args, **kwargs)
+        return original_forward(*args, **kwargs)
+    finally:
+        for name in tensors:
+            attributes.pop(name, None)
+        attributes.update(masked_tensors)
+
+
+def _tensors_in_use(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The quantized weight and the rounded bias that a module computes with, by the names of its attributes.
+
+    A weight that the module does not have, and a bias that is not rounded, are left out.
+    """
+    tensors = {}
+    weight = quantized_weight(module)
+    if weight is not None:
+        tensors["weight"] = weight
+    bias = bias_in_use(module)
+    if bias is not None and bias is not getattr(module, "bias", None):
+        tensors["bias"] = bias
+    return tensors
+
+
+def quantize_output(module: nn.Module, output: Any) -> Any:
+    """Quantize an output that is a tensor; another output is returned unchanged.
+
+    Called by :func:`module_forward`, or by a forward hook where ``output_by_hook`` says so.
+    """
+    return fake_quantize_for(module, output, "output") if isinstance(output, torch.Tensor) else output
+
+
+def fake_quantize_state(module: nn.Module, name: str, quantization: Quantization, state: torch.Tensor) -> torch.Tensor:
+    """Quantize an attention state at a forward; the hook that :func:`.fake_quantized_states` registers.
+
+    Args:
+        module: the attention module.
+        name: ``"q"``, ``"k"`` or ``"v"``.
+        quantization: that of the block which registered the hook. Blocks nest: only the innermost one's hook quantizes.
+        state: ``(batch, heads, tokens, head_dim)``.
+    """
+    if quantization_of(module) is not quantization:
+        return state
+    return fake_quantize_for(module, state, name)
