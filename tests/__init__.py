@@ -1,1 +1,1 @@
-"""Tests; `conftest.py` says what they have in common."""
+"""Tests; `conftest.py` and `support/fixtures.py` say what they have in common."""
