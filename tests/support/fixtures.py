@@ -22,6 +22,7 @@ from lightning_obs.streaming import worker_processes
 from tests.conftest import VOCAB
 from tests.support.compilation import compile_in_turn
 from tests.support.onnx_exports import cheap_exports
+from tests.support.quick_configs import quick_configs
 from tests.support.rank_processes import warm_context
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
@@ -33,6 +34,12 @@ compile_in_turn()
 @pytest.fixture(scope="session", autouse=True)
 def exports_to_onnx_are_cheap():
     with cheap_exports():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def configs_are_composed_quickly():
+    with quick_configs():
         yield
 
 
