@@ -48,6 +48,7 @@ def tokens_that_were_read(batches, share):
     return distinct
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_weights_are_those_of_a_calibration_that_has_the_random_batches_too(share):
     batches = sentences()

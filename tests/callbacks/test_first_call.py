@@ -154,6 +154,7 @@ class BeforeASlash(Plain):
         self.log("val_loss", self(batch[0], 2 * batch[0], scale=2.0).mean())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("module_class", [Gathering, BeforeASlash])
 def test_arguments_without_names_stay_positional_beside_keyword_arguments(module_class, tmp_path):
     module, callback = module_class(), CalibrationCallback("INT8_STATIC")

@@ -172,7 +172,7 @@ OUTSIDE = {
 
 
 @pytest.mark.filterwarnings("ignore:.*fitted weights have larger errors")  # of an untrained model, random tokens
-@pytest.mark.parametrize("case", OUTSIDE)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case == "gptq")) for case in OUTSIDE])
 def test_modules_outside_of_blocks_are_observed_once_by_both_runs(case, tmp_path, monkeypatch):
     """The first run stops in the third block: what lies before it is not observed again, and not forgotten."""
     source = bridged_llama(tmp_path / "llama", monkeypatch)
