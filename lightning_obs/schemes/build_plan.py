@@ -8,8 +8,10 @@ Targets and the entries of ``ignore`` are patterns; the functions for patterns t
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence, Set
+from typing import Any
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, is_cached_attention_module
@@ -560,25 +562,46 @@ def check_inputs_fit(targets: Sequence[PlannedModule], observers: Mapping[Key, O
 
 
 def warn_cast_buffers(model: nn.Module) -> None:
-    """Warn of half-precision buffers that no checkpoint holds (rotary frequencies).
+    """Warn of half-precision buffers that no checkpoint holds (rotary frequencies) and that come back in float32.
 
-    transformers makes such buffers anew in float32 when it loads the checkpoint. ``build_plan`` calls this for every
-    model; only a model of transformers is judged.
+    transformers makes such buffers anew when it loads the checkpoint, most of them in float32, and some in the dtype of
+    the model (the scale of Gemma's embedding). ``build_plan`` calls this for every model; only a model of transformers
+    is judged.
     """
     if not is_transformers_model(model):
         return
-    cast: list[str] = []
+    half: list[str] = []
     for name, module in model.named_modules():
         for key, value in module.named_buffers(recurse=False):
             is_half = value.dtype in (torch.bfloat16, torch.float16)
             if is_half and key in module._non_persistent_buffers_set:
-                cast.append(f"{name}.{key}")
+                half.append(f"{name}.{key}" if name else key)
+    if not half:
+        return
+    dtypes = _dtypes_of_loaded_buffers(model)
+    cast = [name for name in half if dtypes.get(name, torch.float32) == torch.float32]
     if cast:
         warn(
             f"these buffers were cast to half precision and come back in float32, so the reloaded model will give "
             f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it "
             f"(model.to, Trainer(precision='bf16-true'))."
         )
+
+
+def _dtypes_of_loaded_buffers(model: Any) -> dict[str, torch.dtype]:
+    """The dtypes that the buffers of a transformers model have when transformers loads it in its present dtype.
+
+    :func:`warn_cast_buffers` asks this if a model has buffers in half precision.
+
+    Returns:
+        The dtypes by the name of the buffer; empty for a model with code of its own, which is not built again.
+    """
+    model_class = type(model)
+    if not model_class.__module__.startswith("transformers."):
+        return {}
+    with torch.device("meta"):
+        twin = model_class._from_config(copy.deepcopy(model.config), dtype=model.dtype)
+    return {name: buffer.dtype for name, buffer in twin.named_buffers()}
 
 
 def warn_left_in_float(

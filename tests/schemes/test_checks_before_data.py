@@ -6,6 +6,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationStatus
 from torch import nn
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
@@ -149,6 +150,22 @@ def test_buffers_that_were_cast_are_named(tiny_llama):
     plan(tiny_llama(torch.bfloat16), "FP8", ignore="lm_head")
     with pytest.warns(CalibrationWarning, match=r"other logits: .*rotary_emb[.]inv_freq.*dtype=torch[.]bfloat16"):
         plan(tiny_llama().to(torch.bfloat16), "FP8", ignore="lm_head")
+
+
+def test_a_buffer_that_comes_back_in_half_precision_is_not_named(tmp_path, recwarn):
+    """transformers makes the scale of Gemma's embedding in the dtype in which it loads the model."""
+    config = Gemma3TextConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=16, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    Gemma3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    model = Gemma3ForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert model.model.embed_tokens.embed_scale.dtype == torch.bfloat16
+
+    plan(model, "FP8", ignore="lm_head")
+    assert not [warning for warning in recwarn if issubclass(warning.category, CalibrationWarning)]
+    with pytest.warns(CalibrationWarning, match=r"other logits: (?!.*embed_scale).*rotary_emb"):
+        plan(Gemma3ForCausalLM(config).to(torch.bfloat16), "FP8", ignore="lm_head")
 
 
 def test_adapters_have_to_be_merged_first(tiny_llama):
