@@ -407,7 +407,8 @@ def _check_expert(target: PlannedModule, dequantize: bool) -> None:
             "transformers 5.23 cannot load experts in this format",
             where=[target.name],
             got=stored,
-            expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16)",
+            expected="FP8 per tensor or channel (FP8, FP8_DYNAMIC), symmetric weight-only integers (W4A16, W8A16), or "
+            "MXFP4 and MXFP6 in bfloat16 (MXFP4A16, MXFP6A16)",
             remedy=_UNCHECKED,
         )
     if not dequantize and (scheme.input_activations is not None or scheme.output_activations is not None):

@@ -72,6 +72,7 @@ def test_a_part_of_a_layer_s_experts_is_warned_of():
         ("NVFP4A16", "dequantize", r"cannot load experts in this format.*nvfp4"),
         (W4A16_ASYM, "dequantize", r"cannot load experts in this format.*pack-quantized"),
         (FP8_BLOCK, "dequantize", r"cannot load experts in this format.*FP8 per tensor or channel"),
+        ("NVFP4A16", "transformers", r"cannot load experts in this format.*or MXFP4 and MXFP6 in bfloat16"),
     ],
 )
 def test_what_transformers_cannot_load_is_refused_before_calibration(scheme, engine, message):
