@@ -187,7 +187,7 @@ class CalibrationCallback(SessionCallback):
             log,
             quantized_metrics=self.quantized_metrics,
             auto=self.auto,
-            is_masked=token_mask is not None,
+            token_mask=token_mask,
         )
         super().__init__(calibration_options, trainer_session, results, export_at_end, parts_of_run)
 

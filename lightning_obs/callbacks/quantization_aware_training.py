@@ -214,6 +214,7 @@ class QuantizationAwareTraining(SessionCallback):
             trainer_session,
             calibration_options.label,
             log,
+            token_mask=token_mask,
             require_exportable=self.quantized_fit.require_ranges,
         )
         super().__init__(

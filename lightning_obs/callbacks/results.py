@@ -54,7 +54,7 @@ class Results:
         log: whether the Trainer's loggers get the results; None: if there are loggers.
         quantized_metrics: measures the quantized model in a second pass; None: there is no second pass.
         auto: chooses observers; None: the options name them.
-        is_masked: whether batches have a token mask.
+        token_mask: the callback's option of this name; None: all tokens count.
         require_exportable: raises a :class:`CalibrationError` if the calibration cannot be exported yet; called before
             each export. Given by a callback that trains the model; None: the callback only calibrates.
 
@@ -70,7 +70,7 @@ class Results:
         *,
         quantized_metrics: QuantizedMetrics | None = None,
         auto: AutoObservers | None = None,
-        is_masked: bool = False,
+        token_mask: str | Callable[[Any], torch.Tensor] | None = None,
         require_exportable: Callable[[], None] | None = None,
     ) -> None:
         if log is not None:
@@ -89,7 +89,7 @@ class Results:
         self._log = log
         self._quantized_metrics = quantized_metrics
         self._auto = auto
-        self._is_masked = is_masked
+        self._token_mask = token_mask
         self._require_exportable = require_exportable
         #: the metrics that each validation has logged, as tensors: their values are read when somebody asks
         self._validations: list[dict[str, Any]] = []
@@ -306,6 +306,7 @@ class Results:
         gathered["curves"] = self.curves
         gathered["metrics"] = self.metrics
         gathered["was_trained"] = self.was_trained
+        gathered["token_mask"] = self._token_mask
         gathered["can_run"] = self.can_run
         if self._quantized_metrics is not None:
             gathered["moved"] = self._quantized_metrics.moved
@@ -345,7 +346,7 @@ class Results:
             return self._quantized_metrics is None and self._has_logged_metrics
         if step.name == "observers":
             has_logits = self._quantized_metrics is not None and self._quantized_metrics.moved is not None
-            return has_logits and not self._is_masked and can_choose_observers(session)
+            return has_logits and self._token_mask is None and can_choose_observers(session)
         return step.name == "fine_tune" and can_train(session, self.trainer_session.pl_module)
 
     # ------------------------------------------------------------------ at the end of a validation

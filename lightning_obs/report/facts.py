@@ -163,6 +163,7 @@ class Report:
         decisions: sensitivities, a plan of schemes, scores of observers.
         written: sizes and exported files.
         options: the options of the calibration.
+        token_mask: the callback's option of this name: where to find, in a batch, which tokens count; None: all count.
         layers: the facts of each layer that need no data, by module name.
         counts: the values of each layer's input and how often each was seen, by module name.
         drift: the history of the scales.
@@ -183,6 +184,7 @@ class Report:
     decisions: Decisions = field(default_factory=Decisions)
     written: Written = field(default_factory=Written)
     options: CalibrationOptions | None = None
+    token_mask: str | Callable[[Any], torch.Tensor] | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None

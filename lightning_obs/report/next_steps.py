@@ -193,7 +193,8 @@ def _smooth(run: _Run) -> Iterator[Step]:
     if scheme is None or report.options is None or report.quality.was_trained or "float" in "".join(run.schemes):
         return
     reason = f"inputs make {percent(run.input_share)} of the noise; the unquantized model's outputs stay the same"
-    python = f"smooth_inputs(model, batches, callback.options)\n{_calibration(report)}"
+    smoothing = f"smooth_inputs(model, batches, callback.options{_keywords(_mask_argument(report))})"
+    python = f"{smoothing}\n{_calibration(report)}"
     yield Step("smooth", "Move outliers of inputs into weights", reason, python, {}, run.input_share)
 
 
@@ -282,14 +283,14 @@ def _has_narrow_integers(options: CalibrationOptions) -> bool:
 def _untrained(run: _Run) -> Iterator[Step]:
     """The calibrated model without training, where training made it worse."""
     if worse_than_calibrated(run.report):
-        python = call_text("CalibrationCallback", run.report.options, {})
+        python = call_text("CalibrationCallback", run.report.options, {}, _mask_argument(run.report))
         yield Step("untrained", "Calibrate without training", "the calibrated model was better", python)
 
 
 def _fine_tune(run: _Run) -> Iterator[Step]:
     """Train through the quantization, unless the run has trained."""
     if not run.report.quality.was_trained:
-        python = call_text("QuantizationAwareTraining", run.report.options, {})
+        python = call_text("QuantizationAwareTraining", run.report.options, {}, _mask_argument(run.report))
         yield Step("fine_tune", "Fine-tune it", "trains the weights through the quantization; it takes longest", python)
 
 
@@ -328,11 +329,30 @@ class _Name(str):
 def _calibration(report: Report, **changes: Any) -> str:
     """Python that calibrates, or trains, as the run did with some arguments changed."""
     callback = "QuantizationAwareTraining" if report.quality.was_trained else "CalibrationCallback"
-    return call_text(callback, report.options, changes)
+    return call_text(callback, report.options, changes, _mask_argument(report))
 
 
-def call_text(callback: str, options: CalibrationOptions | None, changes: Mapping[str, Any]) -> str:
+def _mask_argument(report: Report) -> dict[str, Any]:
+    """The argument ``token_mask`` of the run, of which the calibration's options know nothing; empty without a mask.
+
+    A function has no text, so it is read from the callback that the user has made for the run.
+    """
+    if report.token_mask is None:
+        return {}
+    if isinstance(report.token_mask, str):
+        return {"token_mask": report.token_mask}
+    return {"token_mask": _Name("callback.batches.token_mask")}
+
+
+def call_text(
+    callback: str,
+    options: CalibrationOptions | None,
+    changes: Mapping[str, Any],
+    further: Mapping[str, Any] | None = None,
+) -> str:
     """The call of a callback with the options of the run and ``changes``; options with default values are left out.
+
+    ``further`` are arguments of the callback that are no options of the calibration.
 
     Text is written for options that are strings, bools, whole numbers (no option is a float), lists, tuples and dicts,
     and for a scheme that is a preset's name. With any other option, such as a :class:`.Recipe`, the call reads
@@ -342,18 +362,19 @@ def call_text(callback: str, options: CalibrationOptions | None, changes: Mappin
     >>> call_text("CalibrationCallback", CalibrationOptions("FP8", ignore="lm_head"), {"evaluate": True})
     "CalibrationCallback('FP8', ignore=['lm_head'], evaluate=True)"
     """
+    further = further or {}
     if options is None:
-        return f"{callback}(scheme{_keywords(changes)})"
+        return f"{callback}(scheme{_keywords({**changes, **further})})"
     arguments = _options_that_differ(options)
     scheme = changes.get("scheme", options.scheme)
     are_plain = all(isinstance(value, (str, int, list, tuple, dict)) for value in arguments.values())
     if are_plain and isinstance(scheme, str) and scheme.upper() in preset_names():
         arguments |= {name: value for name, value in changes.items() if name != "scheme"}
         needed = {name: value for name, value in arguments.items() if value is not None}
-        return f"{callback}({scheme!r}{_keywords(needed)})"
+        return f"{callback}({scheme!r}{_keywords({**needed, **further})})"
     if "scheme" in changes:
-        return f"{callback}(dataclasses.replace(callback.options{_keywords(changes)}))"
-    return f"{callback}(callback.options{_keywords(changes)})"
+        return f"{callback}(dataclasses.replace(callback.options{_keywords(changes)}){_keywords(further)})"
+    return f"{callback}(callback.options{_keywords({**changes, **further})})"
 
 
 def _keywords(arguments: Mapping[str, Any]) -> str:

@@ -42,6 +42,20 @@ def test_remedies_are_ordered_by_the_noise_that_they_remove_by_this_run(tmp_path
     ]
 
 
+def test_steps_name_the_token_mask_of_the_run():
+    """It is an argument of the callback and of ``smooth_inputs``, and no option of the calibration."""
+    leave_out, smooth, token_scales = judge(run(token_mask="attention_mask")).steps
+    mask = "token_mask='attention_mask'"
+    assert leave_out.python.endswith(f"ignore=ignore, {mask})")
+    assert smooth.python == (
+        f"smooth_inputs(model, batches, callback.options, {mask})\n"
+        f"CalibrationCallback('INT8_STATIC', ignore=['lm_head'], {mask})"
+    )
+    assert token_scales.python == f"CalibrationCallback('W8A8', ignore=['lm_head'], {mask})"
+    (_, smooth, _) = judge(run(token_mask=lambda batch: batch["mask"])).steps
+    assert "smooth_inputs(model, batches, callback.options, token_mask=callback.batches.token_mask)" in smooth.python
+
+
 def test_no_step_says_what_another_model_gained():
     spread = [layer(f"layers.{i}.down_proj", 16.0, 18.0, 19.0) for i in range(9)]
     for report in (run(), run("W4A16", spread)):
