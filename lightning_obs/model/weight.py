@@ -196,17 +196,17 @@ def identities(model: nn.Module) -> dict[str, Hashable]:
 def model_bytes(model: nn.Module) -> int:
     """Bytes of parameters and buffers; tied tensors count once, and packed weights as if they were decompressed.
 
-    A packed weight (``PackedWeight``) has the shape and dtype that it has when it is decompressed, and so their
-    ``nbytes``. Of weights that FSDP1 shards, only this rank's part counts.
-    So it is the size of the model before quantization. Called for the sizes in a report, and for the warning that an
-    export is not smaller than the model. No tensor is loaded (:data:`.at_rest`).
+    A packed weight (``PackedWeight``) has the shape and dtype that it has when it is decompressed. Of weights in shards
+    the shards of all ranks count. So it is the size of the model before quantization. Called for the sizes in a report,
+    and for the warning that an export is not smaller than the model. No tensor is loaded (:data:`.at_rest`) or
+    gathered.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    tensors.update(model.named_parameters(remove_duplicate=False))
-    tensors.update(model.named_buffers(remove_duplicate=False))
     bytes_of: dict[Hashable, int] = {}
-    for name, key in identities(model).items():
-        bytes_of[key] = tensors[name].nbytes
+    for module in model.modules():
+        for name in [*module._parameters, *module._buffers]:
+            tensor = getattr(module, name)
+            if tensor is not None:
+                bytes_of[identity(module, name)] = place_of(module, name).shape.numel() * tensor.element_size()
     return sum(bytes_of.values())
 
 

@@ -21,6 +21,7 @@ from lightning_obs.model.weight import (
     by_unit,
     in_shards,
     matrix_shape,
+    model_bytes,
     unit_of,
     whole_shape,
     whole_unit,
@@ -93,7 +94,7 @@ def on_session(rank, folder, how):
     result = calibrate(wrapped, 2)
     export_checkpoint(wrapped, folder)
     assert changed_since(wrapped) == []
-    return result.qparams, in_shards(model.alone)
+    return result.qparams, in_shards(model.alone), model_bytes(wrapped)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +104,9 @@ def test_a_session_on_the_wrapper_before_any_forward_gives_what_one_device_gives
     model = Tied()
     expected = calibrate(model).qparams
     export_checkpoint(model, tmp_path / "one")
-    for qparams, alone_is_sharded in run_ranks(on_session, ranks, tmp_path / "many", how):
+    for qparams, alone_is_sharded, size in run_ranks(on_session, ranks, tmp_path / "many", how):
         assert same(qparams, expected)
+        assert size == model_bytes(model) == sum(parameter.nbytes for parameter in model.parameters())
         assert alone_is_sharded == (how != "ignored")
     (state, config), (found, found_config) = read(tmp_path / "one"), read(tmp_path / "many")
     assert same(state, found)
