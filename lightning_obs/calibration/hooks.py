@@ -455,6 +455,9 @@ def _attach_output_hooks(module: nn.Module, observe: Callable[[Any], None], stac
 class ModelCalls:
     """Prepares each call of the model for the observers: counts it, takes its token mask, measures token weights.
 
+    A forward may call the model itself, on pieces of its batch. Such a call belongs to the call around it: it is not
+    counted, and its tokens have the weights that were measured for the outer call. Only its token mask is its own.
+
     Args:
         observation: its ``calls`` count the batches and hold the mask of the present call.
         token_mask: name of the model's argument that is nonzero for tokens that count; None: the mask is set by
@@ -468,10 +471,12 @@ class ModelCalls:
         self._token_weights: TokenWeights | None = None
         self._counts_calls = True
         self._has_warned_of_padding = False
+        #: for each call of the model that runs now, the mask from before it
+        self._masks_before: list[torch.Tensor | None] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the token weights out of a copy or pickle: a copy is not attached."""
-        return {**vars(self), "_token_weights": None}
+        """Leave the token weights and the masks out of a copy or pickle: a copy is not attached."""
+        return {**vars(self), "_token_weights": None, "_masks_before": []}
 
     def attach(self, token_weights: TokenWeights | None, count_calls: bool, stack: ExitStack) -> None:
         """Register the hooks on the whole model, after those on its modules; :meth:`ObserverHooks.attach` calls this.
@@ -484,9 +489,13 @@ class ModelCalls:
         model = self._observation.model
         self._counts_calls = count_calls
         self._token_weights = token_weights
-        handle = model.register_forward_pre_hook(self._on_call, with_kwargs=True)
-        remove_hook = keep_hook_out(model, handle)
-        stack.callback(remove_hook)
+        self._masks_before = []
+        self._calls.depth = 0
+        before = model.register_forward_pre_hook(self._on_call, with_kwargs=True)
+        after = model.register_forward_hook(self._end_call, always_call=True)
+        for handle in (before, after):
+            remove_hook = keep_hook_out(model, handle)
+            stack.callback(remove_hook)
         if token_weights is not None:
             token_weights.attach(stack)
 
@@ -530,17 +539,33 @@ class ModelCalls:
         Calls inside a quantized forward are ignored. Calls while the observation is paused (batches beyond
         ``max_batches``, the run of a teacher) are not counted, and no token weights are measured for them.
         """
+        self._masks_before.append(self._calls.mask)
+        self._calls.depth = len(self._masks_before)
         if is_inside_quantized(model):
             return
-        if self._counts_calls and not self._calls.is_paused:
+        is_outermost = self._calls.depth == 1
+        if is_outermost and self._counts_calls and not self._calls.is_paused:
             self._calls.batches += 1
         arguments = _arguments_by_name(model, args, kwargs)
         if self._token_mask is None:
             self.warn_of_padding(arguments.get(PADDING))
         else:
             self.mask_tokens(self._mask_argument(model, arguments, self._token_mask))
-        if self._token_weights is not None and not self._calls.is_paused:
+        if is_outermost and self._token_weights is not None and not self._calls.is_paused:
             self._token_weights.measure(model, args, kwargs)
+
+    def _end_call(self, *_: Any) -> None:
+        """End a call of the model; a forward hook of the model, which runs after each call, failed or not.
+
+        The mask of the call around it, if there is one, is in force again.
+        """
+        if not self._masks_before:  # a hook of the user's has raised before :meth:`_on_call`
+            return
+        mask = self._masks_before.pop()
+        self._calls.depth = len(self._masks_before)
+        if self._masks_before and mask is not self._calls.mask:
+            self._calls.mask = mask
+            self._calls.cache.forget()
 
     def _mask_argument(self, model: nn.Module, arguments: Mapping[str, Any], name: str) -> torch.Tensor:
         """The mask among the arguments of a call; a CalibrationError if the call has none."""

@@ -170,7 +170,8 @@ class KeptCalls:
 
         It sets ``calls.is_kept``, so that hooks do not observe the modules during this call, even if there was no room
         to keep it. :meth:`_end_call` resets the mark. Nothing happens while the observation is paused, in a
-        :func:`~lightning_obs.quantized` block (hooks do not observe such calls either), or after an obstacle.
+        :func:`~lightning_obs.quantized` block (hooks do not observe such calls either), after an obstacle, or in a call
+        that the model's forward makes itself: it runs again with the call around it.
 
         Args:
             model: the model.
@@ -181,7 +182,8 @@ class KeptCalls:
         """
         arguments = self._arguments
         self._arguments = (), {}
-        if self._observation.calls.is_paused or is_inside_quantized(model) or self.obstacle is not None:
+        calls = self._observation.calls
+        if calls.is_paused or calls.depth > 1 or is_inside_quantized(model) or self.obstacle is not None:
             return
         parameter = next(model.parameters(), None)
         token_weights = self.token_weights
@@ -190,7 +192,7 @@ class KeptCalls:
             batch = len(self)
             random_token_weights = token_weights.with_random_tokens(model, args, kwargs, self.random_tokens, batch)
         call = _Call(
-            mask=self._observation.calls.mask,
+            mask=calls.mask,
             autocast=Autocast.of(None if parameter is None else parameter.device),
             token_weights=None if token_weights is None else token_weights.of_call,
             random_token_weights=random_token_weights,
@@ -202,15 +204,17 @@ class KeptCalls:
                 raise
             self.obstacle = str(error)
             return
-        self._observation.calls.is_kept = True
+        calls.is_kept = True
 
     def _end_call(self, *_: Any) -> None:
         """Let modules be observed again; a forward hook of the model, which runs after each call, failed or not.
 
-        It releases the arguments, too, if a hook of the user's has raised before :meth:`_keep`.
+        It releases the arguments, too, if a hook of the user's has raised before :meth:`_keep`. After a call that the
+        model's forward made itself, the call around it goes on, and its modules are not observed yet.
         """
         self._arguments = (), {}
-        self._observation.calls.is_kept = False
+        if self._observation.calls.depth == 0:
+            self._observation.calls.is_kept = False
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:

@@ -27,6 +27,8 @@ class ObservedCalls:
         number: the number of the present batch, from 0, if batches run several times; None: it is ``batches - 1``.
         measurements: how often the statistics of an activation were computed; modules that read one tensor share them.
         is_paused: whether hooks ignore the calls of the model, although they are attached.
+        depth: how many calls of the model run now, while hooks are attached: 2 and more in a forward that calls the
+            model itself.
         is_kept: whether the present call of the model is kept (:class:`.KeptCalls`). Hooks ignore its modules, which
             are observed when the call runs again.
         only_for_weights: whether the present run has random tokens (:mod:`.random_tokens`). Weights observe their
@@ -43,6 +45,7 @@ class ObservedCalls:
     number: int | None = None
     measurements: int = 0
     is_paused: bool = False
+    depth: int = 0
     is_kept: bool = False
     only_for_weights: bool = False
     mask: torch.Tensor | None = None

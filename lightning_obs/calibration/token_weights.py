@@ -270,8 +270,11 @@ class TokenWeights:
         """Raise a CalibrationError if the copy predicted something else than the model; a forward hook of the model.
 
         Weights that a wrong copy gives are of no use. Only the first call in evaluation mode is compared. If the two
-        outputs have different numbers of tensors, those that only one of them has are not compared.
+        outputs have different numbers of tensors, those that only one of them has are not compared. A call that the
+        model's forward makes itself is not compared.
         """
+        if self._calls.depth > 1:
+            return
         predicted = self._predicted
         self._predicted = None
         if predicted is None:
