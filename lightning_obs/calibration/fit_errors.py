@@ -272,7 +272,7 @@ def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
     'errors of outputs -75.0 % on batches fitted to, -50.0 % on others, beside weights without data (1 layer)'
     """
     if not errors:
-        reason = f"it takes {KEPT_OUT_OF} batches" if batches < KEPT_OUT_OF else "none of them reached the layers"
+        reason = f"it takes {KEPT_OUT_OF} batches" if batches < KEPT_OUT_OF else "none of them was observed for it"
         return f"not judged on batches kept out: {reason}"
     fitted, kept_out = fit_changes(errors)
     layers = f"{len(errors)} layer{'' if len(errors) == 1 else 's'}"

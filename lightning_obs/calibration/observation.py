@@ -252,12 +252,14 @@ class Observation:
         self.hold_outs.clear()
 
     def leave_out_input_errors(self) -> None:
-        """Remove the observers of input errors, and the hold-outs: no fit is judged by what is observed from now on.
+        """Remove the observers of input errors, and make hold-outs that observe inputs in full precision instead.
 
-        Called by :meth:`.KeptRuns.give_up` when a recipe goes over to inputs in full precision: before the data, or at
-        their end, before the kept calls run once more.
+        Called by :meth:`.KeptRuns.round_by_full_precision` when a recipe goes over to inputs in full precision: before
+        the data, or at their end, before the kept calls run once more. In the second case the fit is judged on the kept
+        calls alone. The plan's schemes say already how weights are rounded.
         """
-        self.hold_outs.clear()
+        if self.hold_outs:  # else no fit is judged
+            self.hold_outs = _make_hold_outs(self.plan, self.observers)
         for key in list(self.data_observers):
             _, base_name = key
             if base_name == INPUT_ERRORS:

@@ -27,7 +27,7 @@ from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.stepwise import Batches, StepwiseCalibration
 from lightning_obs.calibration.token_weights import TokenWeights
-from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.errors import CalibrationError, name_list, warn
 from lightning_obs.forward.calls import first_input
 from lightning_obs.forward.eager import run_eagerly, unfused
 from lightning_obs.forward.extra_runs import left_as_it_was, without_caches
@@ -111,9 +111,11 @@ def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: O
         hooks.attach(count_calls=False)
         try:
             for index in range(len(kept_calls)):
+                observation.calls.number_batch(index)  # by it the hold-outs of judged modules keep batches out
                 hooks.calls.mask_tokens(kept_calls.mask(index))
                 kept_calls.run(index)
         finally:
+            observation.calls.number_batch(None)
             hooks.detach()
 
 
@@ -198,21 +200,32 @@ def _blocks_that_run_alone(observation: Observation, batches: Batches) -> tuple[
     model = observation.model
     collectives = observation.collectives
     blocks = known_blocks(model)
-    size: int | None = 0
+    trial = _Trial()
     with on_all_ranks(collectives):
         if blocks.modules and len(batches):
-            size = _size_of_outputs(model, blocks, batches, observation.plan.targets)
-    run_alone = all(collectives.gather_object(size is not None))
-    if run_alone and size is not None:
-        return blocks, size
+            trial = _run_by_blocks(model, blocks, batches, observation.plan.targets)
+    obstacle = next(filter(None, collectives.gather_object(trial.obstacle)), None)
+    if obstacle is None:
+        return blocks, trial.size
     if observation.options.rounding_is_of_recipe:
-        raise CalibrationError("the model cannot be run block by block", where=[type(model).__name__])
+        raise CalibrationError("the model cannot be run block by block", where=[type(model).__name__], got=obstacle)
     return Blocks(), 0
 
 
-def _size_of_outputs(
-    model: nn.Module, blocks: Blocks, batches: Batches, targets: Sequence[PlannedModule]
-) -> int | None:
+@dataclass(frozen=True)
+class _Trial:
+    """What running the first batch block by block has shown; made by :func:`_run_by_blocks`.
+
+    Attributes:
+        size: of the largest output of a block [bytes].
+        obstacle: why the model cannot be run block by block; None: it can.
+    """
+
+    size: int = 0
+    obstacle: str | None = None
+
+
+def _run_by_blocks(model: nn.Module, blocks: Blocks, batches: Batches, targets: Sequence[PlannedModule]) -> _Trial:
     """Try to run the first batch block by block, each block from the kept output of the block before.
 
     :func:`_blocks_that_run_alone` calls this once. The output of the model must be that of a run as a whole, and so
@@ -225,9 +238,6 @@ def _size_of_outputs(
         blocks: of the model.
         batches: of this rank, not empty.
         targets: the planned modules.
-
-    Returns:
-        The size of the largest output of a block [bytes]; None: the model fails, or computes something else.
     """
     forward = BlockForward(model, blocks.modules, _device_of(model))
     call_model = partial(batches.run, 0)
@@ -248,15 +258,22 @@ def _size_of_outputs(
                     output = forward.run(position, output, call_model)
                 inputs = inputs_of_position | inputs  # those of the first position in which a module is called
                 if position < len(blocks.modules):
-                    if not _can_be_copied(output):
-                        return None
+                    uncopied = _leaf_that_is_not_copied(output)
+                    if uncopied is not None:
+                        class_name = type(uncopied).__name__
+                        return _Trial(obstacle=f"block {position} returns a {class_name}, which cannot be copied")
                     size = max(size, _size_of(output))
-        except CalibrationError:
-            return None
+        except CalibrationError as error:
+            return _Trial(obstacle=str(error.got or error.what))
     stepwise_output = _first_tensor(output)
-    if expected is None or stepwise_output is None or not _are_close(stepwise_output, expected):
-        return None
-    return size if _are_same_inputs(inputs, expected_inputs) else None
+    if expected is None or stepwise_output is None:
+        return _Trial(obstacle="an output of the model without a tensor")
+    if not _are_close(stepwise_output, expected):
+        return _Trial(obstacle="another output of the model than in a run as a whole")
+    others = _names_with_other_inputs(inputs, expected_inputs)
+    if others:
+        return _Trial(obstacle=f"other inputs than in a run as a whole: {name_list(others)}")
+    return _Trial(size)
 
 
 def _watched_inputs(targets: Sequence[PlannedModule], stack: ExitStack) -> dict[str, list[torch.Tensor]]:
@@ -280,20 +297,26 @@ def _watched_inputs(targets: Sequence[PlannedModule], stack: ExitStack) -> dict[
     return inputs
 
 
-def _are_same_inputs(inputs: Mapping[str, list[torch.Tensor]], expected: Mapping[str, list[torch.Tensor]]) -> bool:
-    """Whether two runs have called the same modules with the same inputs, by what :func:`_watched_inputs` noted."""
-    if inputs.keys() != expected.keys():
-        return False
-    pairs: list[torch.Tensor] = []
-    for name, values in inputs.items():
-        if len(values) != len(expected[name]):
-            return False
-        pairs += map(torch.stack, zip(values, expected[name], strict=True))
+def _names_with_other_inputs(
+    inputs: Mapping[str, list[torch.Tensor]], expected: Mapping[str, list[torch.Tensor]]
+) -> list[str]:
+    """The names of the modules that two runs have called with other inputs, by what :func:`_watched_inputs` noted."""
+    others = []
+    pairs: dict[str, torch.Tensor] = {}  # by module name, the means of its calls in both runs ``(2, calls)``
+    for name in {**expected, **inputs}:
+        values = inputs.get(name, [])
+        expected_values = expected.get(name, [])
+        if len(values) == len(expected_values):
+            pairs[name] = torch.stack([torch.stack(values), torch.stack(expected_values)])
+        else:
+            others.append(name)
     if not pairs:
-        return True
-    device = pairs[0].device
-    means = torch.stack([pair.to(device) for pair in pairs])  # compared at once: the host waits once
-    return _are_close(means[:, 0], means[:, 1])
+        return others
+    device = next(iter(pairs.values())).device
+    means = torch.cat([pair.to(device) for pair in pairs.values()], dim=1)  # compared at once: the host waits once
+    if not _are_close(means[0], means[1]):
+        others += [name for name, pair in pairs.items() if not _are_close(pair[0], pair[1])]
+    return others
 
 
 def _are_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -303,13 +326,19 @@ def _are_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(value.float(), expected.float(), rtol=1e-3, atol=1e-5, equal_nan=True)
 
 
-def _can_be_copied(output: Any) -> bool:
-    """Whether a block's output is tensors and constants in structures that torch's pytree knows.
+def _leaf_that_is_not_copied(output: Any) -> Any:
+    """The first part of a block's output that is no tensor and no constant, in structures that torch's pytree knows.
 
-    It is kept, and copied for each run of the next block, which may write to it. In an object of another class (a
-    dataclass that torch does not know) the next block would find what its earlier runs have written.
+    The output is kept, and copied for each run of the next block, which may write to it. In an object of another class
+    (a dataclass that torch does not know) the next block would find what its earlier runs have written.
+
+    Returns:
+        The part; None: all parts are tensors or constants.
     """
-    return all(leaf is None or isinstance(leaf, _COPIED) for leaf in tree_leaves(output))
+    for leaf in tree_leaves(output):
+        if leaf is not None and not isinstance(leaf, _COPIED):
+            return leaf
+    return None
 
 
 def _size_of(output: Any) -> int:

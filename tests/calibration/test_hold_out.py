@@ -286,4 +286,4 @@ def test_a_loss_within_the_estimate_is_none():
     assert not loses({"a": (0.01, 0.04, 0.0407, 0.04)})
     assert loses({"a": (0.01, 0.04, 0.0409, 0.04)})
     assert not loses({})
-    assert fit_text({}, KEPT_OUT_OF) == "not judged on batches kept out: none of them reached the layers"
+    assert fit_text({}, KEPT_OUT_OF) == "not judged on batches kept out: none of them was observed for it"

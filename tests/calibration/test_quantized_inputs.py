@@ -236,12 +236,32 @@ def test_blocks_that_read_more_than_the_block_before_give_the_numbers_of_the_who
         assert torch.equal(rounded, as_whole.model.get_submodule(name).weight_rounded), name
 
 
-@pytest.mark.parametrize("model_class", [WithAuxiliaryHead, WithHeadOfEachBlock, OnState])
-def test_a_recipe_rounds_in_full_precision_where_blocks_read_more_than_the_block_before(model_class):
+class InOtherOrder(Tower):
+    """The model calls its last block first."""
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "obstacle"),
+    [
+        (WithAuxiliaryHead, "other inputs than in a run as a whole: auxiliary"),
+        (WithHeadOfEachBlock, "other inputs than in a run as a whole: head"),
+        (OnState, "block 0 returns a State, which cannot be copied"),
+        (InOtherOrder, "block 2 was called after 0 others"),
+    ],
+)
+def test_a_recipe_rounds_in_full_precision_where_blocks_read_more_than_the_block_before(model_class, obstacle):
     batches = data(64)[:, :16].chunk(4)
-    with pytest.warns(CalibrationWarning, match="cannot be run block by block"):
+    with pytest.warns(
+        CalibrationWarning, match=rf"cannot be run block by block: {model_class.__name__}. Got {obstacle}"
+    ):
         session = calibrated(model_class(), batches, recipe="accurate", rounding=None, observers=None)
     assert session.label == "int4 group 16 weights + gptq"
+    assert session.result.fit_errors  # the batches that ran again were counted, and every fourth was kept out
 
 
 def test_a_hook_of_the_users_changes_the_arguments_of_a_kept_call_once():
