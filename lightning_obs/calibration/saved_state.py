@@ -19,6 +19,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from torch import nn
 
 from lightning_obs.calibration.finalize import write_all
+from lightning_obs.calibration.token_weights import count_tokens_alike
 from lightning_obs.errors import CalibrationError, name_list, refuse
 from lightning_obs.files.sealed import require_whole, sealed
 from lightning_obs.model.kinds import without_adapters, without_wrappers
@@ -35,7 +36,7 @@ from lightning_obs.schemes.planned_modules import Plan, drop_outputs, find_misfi
 ASKED_CONFIG = "asked_config"
 
 #: number of the state's layout; a state with another number is refused
-_FORMAT = 6
+_FORMAT = 7
 #: matches the paths of observers and their hyperparameters among the fields of a config
 _OBSERVER = re.compile(r"\.observer(_kwargs)?\b")
 _REMEDY = "load the checkpoint of this model, or calibrate again."
@@ -47,6 +48,7 @@ def dump_state(
     checksums: Mapping[str, Mapping[str, int]],
     skipped: Iterable[str],
     followed: Iterable[str],
+    tokens_alike: Iterable[str],
     in_full_precision: bool,
 ) -> dict[str, Any]:
     """A finished calibration as a dict of tensors and strings, with a checksum of the whole (:func:`.sealed`).
@@ -60,6 +62,7 @@ def dump_state(
         skipped: names of modules that were left in full precision.
         followed: names of modules whose output is not quantized, because the output of a follower is
             (:attr:`.OutputReaders.followed`).
+        tokens_alike: names of modules whose tokens count alike, although a recipe asks for token weights.
         in_full_precision: whether a recipe went over from quantized inputs to a rounding by inputs in full precision.
     """
     return sealed(
@@ -70,6 +73,7 @@ def dump_state(
             "checksums": dict(checksums),
             "skipped": sorted(skipped),
             "followed": sorted(followed),
+            "tokens_alike": sorted(tokens_alike),
             "in_full_precision": in_full_precision,
         }
     )
@@ -123,6 +127,7 @@ def load_state(model: nn.Module, plan: Plan, state: Mapping[str, Any]) -> None:
     # Qparams that were made in inference mode could not be used in training. At rest, no offloaded weight is loaded.
     with torch.inference_mode(False), torch.no_grad(), at_rest():
         write_all(plan, qparams)  # by the plan's own names and modules
+        count_tokens_alike(plan, state["tokens_alike"])
         with without_wrappers(model), without_adapters(model):
             # In this block a module inside a wrapper (torch.compile, DDP) or under LoRA has the name that the plain,
             # merged model gives it: checksums are saved by these names, also those of modules outside the plan.

@@ -31,6 +31,7 @@ from lightning_obs.calibration.quantized_outputs import attach_readers
 from lightning_obs.calibration.result import CalibrationResult, on_host, warn_of_borrowed_ranges
 from lightning_obs.calibration.saved_state import by_module, dump_state, load_state
 from lightning_obs.calibration.token_mask import PADDING
+from lightning_obs.calibration.token_weights import count_tokens_alike, names_calibrated_alike
 from lightning_obs.errors import name_list, refuse_unknown, require_kind, warn
 from lightning_obs.files.tensors import Progress
 from lightning_obs.model.kinds import unwrapped, without_adapters, without_wrappers
@@ -365,6 +366,9 @@ class CalibrationSession:
                 result = finalize(self.observation, weights, activations)
             else:
                 result = self.kept_runs.calibrate(self._written.replacing, weights=weights, activations=activations)
+        token_weights = self._hooks.token_weights
+        if token_weights is not None:
+            count_tokens_alike(self.plan, token_weights.names_that_count_alike)
         result.seconds = time.perf_counter() - started
         self.result = result
         self.options = self.observation.options  # a recipe may have gone over to inputs in full precision
@@ -399,7 +403,8 @@ class CalibrationSession:
         followed = set() if readers is None else readers.followed
         in_full_precision = self.kept_runs is not None and not self.kept_runs.are_in_use
         checksums = self._written.checksums()
-        return dump_state(self.plan, self.qparams, checksums, self.skipped, followed, in_full_precision)
+        tokens_alike = names_calibrated_alike(self.plan)
+        return dump_state(self.plan, self.qparams, checksums, self.skipped, followed, tokens_alike, in_full_precision)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the qparams of a :meth:`state_dict` to the modules; the callbacks call this when a run resumes.

@@ -23,7 +23,7 @@ Reference:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
@@ -43,12 +43,16 @@ from lightning_obs.forward.model_copy import ModelCopy
 from lightning_obs.forward.probe import tapped
 from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import keep_hook_out
+from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.model.weight import in_shards
 from lightning_obs.observers import Observer
+from lightning_obs.schemes.planned_modules import Plan
 
 #: the token weights in one call of the model: by fused set, or name of a module in none, and by number of the module's
 #: call, the weights ``(...)`` in the shape of the input without its channels
 WeightsOfCall: TypeAlias = dict[Hashable, dict[int, torch.Tensor]]
+#: the option of an observer of weights that asks for token weights
+_OPTION = "weigh_tokens"
 #: about how many predictions of the model and of its copy are compared
 _COMPARED = 16
 #: the largest relative difference of these predictions. It is loose, because the copy may run with other kernels, and
@@ -329,13 +333,21 @@ class TokenWeights:
             )
         return value.float() * weights.sqrt()[..., None]
 
+    @property
+    def names_that_count_alike(self) -> list[str]:
+        """The names of the modules whose tokens count alike although a recipe asks for weights.
+
+        ``CalibrationSession.finalize`` asks for them, to let the modules' schemes say so.
+        """
+        return [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
+
     def warn_of_tokens_that_count_alike(self) -> None:
         """Warn of modules whose tokens count alike although a recipe asks for weights, and say why.
 
         Called when the hooks are removed, and by :func:`.calibrate_on_quantized_inputs` after it has run the kept
         calls.
         """
-        names = [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
+        names = self.names_that_count_alike
         if not names:
             return
         model = self._observation.model
@@ -346,6 +358,33 @@ class TokenWeights:
                 "Where the steps call its parts, name the part that they call: module=..."
             )
         warn(f"weigh_tokens, of the recipe: all tokens count alike in {name_list(names)}: {reason}")
+
+
+def count_tokens_alike(plan: Plan, names: Collection[str]) -> None:
+    """Let the schemes of calibrated modules say that their tokens were not weighed: checkpoints record what was done.
+
+    A session calls this when it has computed qparams, and when it loads a saved calibration.
+
+    Args:
+        plan: of the session. Its own schemes stay, since the next calibration may weigh the tokens.
+        names: of the modules.
+    """
+    for target in plan.targets:
+        scheme = get_scheme(target.module)
+        if target.name in names and scheme is not None and scheme.weights is not None:
+            scheme.weights.observer_kwargs.pop(_OPTION, None)  # the module has a scheme of its own
+
+
+def names_calibrated_alike(plan: Plan) -> list[str]:
+    """The names of the modules that :func:`count_tokens_alike` was called for; a session saves them in its state."""
+    names = []
+    for target in plan.targets:
+        scheme = get_scheme(target.module)
+        if target.scheme.weights is None or scheme is None or scheme.weights is None:
+            continue
+        if target.scheme.weights.observer_kwargs.get(_OPTION) and _OPTION not in scheme.weights.observer_kwargs:
+            names.append(target.name)
+    return names
 
 
 def _require_alike(model: str, rows: torch.Tensor, of_copy: torch.Tensor, *, are_logits: bool) -> None:

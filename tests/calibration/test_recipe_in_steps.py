@@ -100,6 +100,7 @@ def test_a_checkpoint_records_the_rounding_that_was_done(tmp_path):
         config = json.loads((tmp_path / name / "config.json").read_text())
         [group] = config["quantization_config"]["config_groups"].values()
         assert group["weights"]["observer_kwargs"]["rounding"] == {"name": "gptq"}
+        assert "weigh_tokens" not in group["weights"]["observer_kwargs"]  # all tokens counted alike, as a warning says
 
 
 def test_a_checkpoint_records_a_rounding_on_quantized_inputs(tmp_path):
@@ -111,6 +112,7 @@ def test_a_checkpoint_records_a_rounding_on_quantized_inputs(tmp_path):
     config = json.loads((tmp_path / "loaded" / "config.json").read_text())
     [group] = config["quantization_config"]["config_groups"].values()
     assert group["weights"]["observer_kwargs"]["rounding"] == ON_QUANTIZED_INPUTS
+    assert group["weights"]["observer_kwargs"]["weigh_tokens"] is True
 
 
 class Uncopyable:
