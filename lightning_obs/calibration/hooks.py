@@ -75,6 +75,7 @@ class ObserverHooks:
         count_calls: bool,
         attach_further: Callable[[Observation, ExitStack], None] | None = None,
         observes_modules: bool = True,
+        keep_token_weights: bool = False,
     ) -> None:
         """Register all hooks.
 
@@ -86,12 +87,16 @@ class ObserverHooks:
                 the stack removes these hooks in :meth:`detach`. None: there are no such hooks.
             observes_modules: False: register only the hooks on the whole model. A session that keeps the model's calls
                 (:attr:`.KeptRuns.observe_modules`) observes the modules later, when it runs the calls again.
+            keep_token_weights: where tokens counted alike before, they go on to count alike, since what is observed now
+                is added to the same statistics.
 
         Raises:
             CalibrationError: tokens are to be weighed, and the model cannot run backward as a whole.
         """
         observation = self._observation
-        token_weights = TokenWeights(observation) if observation.weighed_modules else None
+        token_weights = self.token_weights if keep_token_weights else None
+        if token_weights is None and observation.weighed_modules:
+            token_weights = TokenWeights(observation)
         self.token_weights = token_weights
         with ExitStack() as stack:
             stack.enter_context(run_eagerly())

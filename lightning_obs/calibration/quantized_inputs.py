@@ -108,7 +108,7 @@ def observe_kept_calls(observation: Observation, kept_calls: KeptCalls, hooks: O
     model = observation.model
     observation.calls.is_paused = False
     with on_all_ranks(observation.collectives), left_as_it_was(model), without_caches(model):
-        hooks.attach(count_calls=False)
+        hooks.attach(count_calls=False, keep_token_weights=True)
         try:
             for index in range(len(kept_calls)):
                 observation.calls.number_batch(index)  # by it the hold-outs of judged modules keep batches out

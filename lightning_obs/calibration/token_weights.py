@@ -103,6 +103,8 @@ class TokenWeights:
         self._is_of_recipe = options.recipe is not None and not options.names_weight_observer
         #: by fused set or module name, whether its tokens are weighed; decided at its first call
         self._is_weighed: dict[Hashable, bool] = {}
+        #: names of modules whose tokens count alike, and of which a warning has told
+        self._warned: set[str] = set()
         #: why the copy of the model could not run; None: it could
         self._obstacle: str | None = None
 
@@ -342,14 +344,15 @@ class TokenWeights:
         return [name for name in self.modules if not self._is_weighed.get(self.reader_of(name), True)]
 
     def warn_of_tokens_that_count_alike(self) -> None:
-        """Warn of modules whose tokens count alike although a recipe asks for weights, and say why.
+        """Warn once of modules whose tokens count alike although a recipe asks for weights, and say why.
 
         Called when the hooks are removed, and by :func:`.calibrate_on_quantized_inputs` after it has run the kept
         calls.
         """
-        names = self.names_that_count_alike
+        names = [name for name in self.names_that_count_alike if name not in self._warned]
         if not names:
             return
+        self._warned.update(names)
         model = self._observation.model
         reason = self._obstacle
         if reason is None:
