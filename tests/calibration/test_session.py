@@ -91,7 +91,7 @@ def test_an_unknown_option_value_is_refused(mlp, name):
 
 def test_no_hook_is_left(mlp):
     with CalibrationSession(mlp, STATIC):
-        assert hooks(mlp) == 3
+        assert hooks(mlp) == 4  # on the inputs of two Linears, before and after the model
         mlp(torch.randn(4, 16))
     assert hooks(mlp) == 0
 
