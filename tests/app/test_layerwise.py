@@ -54,6 +54,17 @@ def test_what_it_cannot_do_is_said(tiny, tmp_path, words, message):
     assert message in done.stderr
 
 
+def test_a_recipe_is_that_of_calibrate_layerwise(tiny, tmp_path):
+    """It does without weigh_tokens here; what is left of it are these options."""
+    words = ["model.layerwise=true", f"model.path={tiny}", "scheme=w4a16", "group_size=32", *QUICK]
+    weight_observer = ["weight_observer=imatrix_mse", "weight_observer.norm=2.0", "weight_observer.signed=true"]
+    rounding = "rounding={name: gptq, inputs: quantized, random_tokens: 0.2}"
+    for name, options in {"recipe": ["recipe=accurate"], "options": [*weight_observer, rounding]}.items():
+        done = run_command_line(*words, *options, f"export.folder={tmp_path / name}", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert sums(tmp_path / "recipe") == sums(tmp_path / "options")
+
+
 @pytest.mark.slow
 def test_two_ranks_of_the_command_line_write_the_checkpoint_of_one(tiny, tmp_path):
     words = ["model.layerwise=true", f"model.path={tiny}", "observer=static_minmax", *QUICK]
