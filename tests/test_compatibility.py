@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
 
 from tests.compatibility import PACKAGES, renewed, row_of
 from tests.support.markdown import ROOT, page
+from tests.support.rank_processes import run_apart
 
 RESULT = {
     "run": "fast", "Python": "3.12.1", "imports": "pytorch_lightning", "tests": [], "date": "2026-11-27",
@@ -21,18 +20,20 @@ RESULT = {
 EMPTY = "before\n\n| run | Python |\n|---|---|\n\nafter\n"
 
 
+def run_tests(file, result):
+    """pytest's exit code."""
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "-W", "ignore:Module already imported"]
+    options += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), "--confcutdir", str(ROOT)]
+    return int(pytest.main([*options, "--result", str(result), str(file)]))
+
+
 @pytest.mark.slow
 def test_a_run_of_pytest_leaves_versions_and_outcomes(tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\n\ndef test_a(): pass\n\ndef test_b(): pytest.skip()\n\ndef test_c(): assert False\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml")]
-    options = ["--rootdir", str(ROOT), "--confcutdir", str(ROOT), "-p", "tests.conftest"]
     result = tmp_path / "results" / "fast.json"
-    subprocess.run(
-        [*command, *options, "--result", str(result), str(tmp_path / "test_three.py")],
-        cwd=ROOT, capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+    assert run_apart(run_tests, tmp_path / "test_three.py", result) == pytest.ExitCode.TESTS_FAILED
     left = json.loads(result.read_text())
     assert (left["run"], left["Python"]) == ("fast", platform.python_version())
     assert (left["passed"], left["skipped"], left["failed"], left["error"]) == (1, 1, 1, 0)
