@@ -56,10 +56,10 @@ interpreter = $$(python$(1) -c "import sys; print(sys.executable)" 2>/dev/null |
 demo: $(VENV)/.installed
 	$(BIN)/python -m lightning_obs
 
+# lint, of which mypy is one process, and the shorter tests share the cores.
 test: $(VENV)/.installed-test
-	$(MAKE) --no-print-directory lint
+	$(MAKE) --no-print-directory -j 2 lint second-name
 	$(PYTEST)
-	$(MAKE) --no-print-directory second-name
 
 # Two workers, as for the fast tests.
 second-name: WORKERS = 2

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,6 +247,14 @@ def _summary(report: Report, judgement: Judgement) -> list[dict[str, str]]:
     return entries
 
 
+@cache
+def _environment() -> Environment:
+    """The templates, which Jinja compiles when the first page of a process is written. Called by :func:`_page`."""
+    environment = Environment(loader=FileSystemLoader(_TEMPLATES), autoescape=True, undefined=StrictUndefined)
+    environment.filters["parts"] = _parts
+    return environment
+
+
 def _page(report: Report, data: Mapping[str, Any]) -> str:
     """The text of ``report.html``: the template with the data as HTML, and once more as JSON for the page's script.
 
@@ -254,9 +263,6 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     loss"), the names of the modules in each fused set, and the bytes of the quantized model. Called by
     :func:`write_report`.
     """
-    loader = FileSystemLoader(_TEMPLATES)
-    environment = Environment(loader=loader, autoescape=True, undefined=StrictUndefined)
-    environment.filters["parts"] = _parts
     titles = {"share": f"share of the {report.lost} [%]"}
     unit = report.decisions.sensitivity_unit
     if unit:
@@ -275,7 +281,7 @@ def _page(report: Report, data: Mapping[str, Any]) -> str:
     shown["size"] = None
     if report.written.sizes is not None:
         _, shown["size"] = report.written.sizes  # bytes before and after quantization
-    template = environment.get_template("report.html.j2")
+    template = _environment().get_template("report.html.j2")
     return template.render(
         data=data,
         report=report,
