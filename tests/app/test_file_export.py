@@ -77,6 +77,7 @@ def padded_batch():
     return ids, mask
 
 
+@pytest.mark.slow
 def test_a_run_writes_an_onnx_file_for_any_batch_and_says_what_onnxruntime_makes_of_it(command_line, tmp_path):
     done = command_line(*MEASURE_NOTHING, "export=onnx", "scheme=int8_onnx", "model.dtype=float32", "output_dir=run")
     assert done.returncode == 0, done.stderr

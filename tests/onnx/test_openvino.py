@@ -54,7 +54,9 @@ def net():
     ("scheme", "products"),
     [
         ("INT8_STATIC", INTEGERS),
-        ("INT8_STATIC_ASYM", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}),
+        pytest.param(
+            "INT8_STATIC_ASYM", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}, marks=pytest.mark.slow
+        ),
         ("INT8_ONNX", INTEGERS - {("Convolution", "i8"), ("FullyConnected", "i8")}),
     ],
 )
