@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
 from torch import nn
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,6 +34,9 @@ from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.ranks.collectives import Collectives
 from lightning_obs.report.metrics import LayerSums, TensorError, counted_error, difference_error, grid_error, only_range
+
+#: the functions that set negative values to zero, by all their names
+_RECTIFIERS = {F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
 
 
 @dataclass(frozen=True)
@@ -90,8 +94,9 @@ def measure_layer_errors(
     The model runs unquantized, in evaluation mode, and is left as it was. Each layer runs a second time, quantized, on
     the same input, so the error of one layer does not add to the next one's. Attention states are not compared: they
     are not a layer's output. A layer without a measured output is left out of the result: no batch reached it, or its
-    output is no tensor. Errors of inputs and outputs are of this rank's batches alone; those of weights are of all
-    ranks.
+    output is no tensor. A quantized output that only ReLUs read is compared behind them: its range may begin at zero
+    (:mod:`lightning_obs.calibration.output_readers`). Errors of inputs and outputs are of this rank's batches alone;
+    those of weights are of all ranks.
 
     Args:
         model: a calibrated model.
@@ -103,19 +108,23 @@ def measure_layer_errors(
     inputs = LayerSums(list(layers))
     outputs = LayerSums(list(layers))
     feeds = _Feeds()
+    rectified = _Rectified([name for name, module in layers.items() if "output_scale" in read_qparams(module)])
     with ExitStack() as stack, torch.inference_mode(False), torch.no_grad(), run_eagerly(), left_as_it_was(model):
         stack.enter_context(unfused(model))  # torch's encoder layers call their Linears, so that hooks run
         stack.enter_context(feeds)
+        if rectified.names:
+            stack.enter_context(rectified)
         for name, module in layers.items():
-            probe = _probe(name, inputs, outputs, feeds, counts)
+            probe = _probe(name, inputs, outputs, feeds, rectified, counts)
             handle = module.register_forward_hook(probe, with_kwargs=True)
             remove_hook = keep_hook_out(module, handle)  # copies of the module do not have the hook
             stack.callback(remove_hook)
         if layers:
             for batch in batches:
-                call_on(model, batch)
+                output = call_on(model, batch)
+                rectified.read_by(None, output)
     output_errors: dict[str, TensorError] = {}
-    for name, error in outputs.errors().items():
+    for name, error in {**outputs.errors(), **rectified.errors()}.items():
         output_errors[name] = replace(error, clipped=None)  # outputs have no grid that could clip them
     weight_errors = _weight_errors(model, layers, collectives)
     errors: list[LayerError] = []
@@ -157,6 +166,65 @@ class _Feeds(TorchFunctionMode):
         if sources:
             for tensor in _tensors_in(result):
                 self._sources[tensor] = sources
+        return result
+
+
+class _Rectified(TorchFunctionMode):
+    """Measure the quantized outputs that only ReLUs read as the ReLUs leave them.
+
+    Engines fold such a ReLU into the layer, so INT8_ONNX and INT8_TENSORRT have no levels for what it cuts off. The
+    mode is entered while the model runs, to see which functions read an output. The errors of all outputs are added up
+    meanwhile, because their readers come later.
+
+    Args:
+        names: of the layers whose output is quantized.
+    """
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.names = names
+        self._sums = LayerSums(names)
+        self._other_readers: set[str] = set()  # layers whose output something else than a ReLU has read
+        self._outputs = WeakTensorKeyDictionary()  # by tensor, the name of the layer that returned it
+        self._is_measuring = False
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """For a ``with`` block whose functions are no readers: those of a hook that measures a layer."""
+        was_measuring = self._is_measuring
+        self._is_measuring = True
+        try:
+            yield
+        finally:
+            self._is_measuring = was_measuring
+
+    def passed(self, name: str, module: nn.Module, quantized: torch.Tensor, output: torch.Tensor) -> None:
+        """Add the error of a layer's output, cut off at zero, and watch who reads it; the layer's hook calls this."""
+        if name in self.names:
+            error = difference_error(tokens_of(module, quantized.clamp(min=0)), tokens_of(module, output.clamp(min=0)))
+            self._sums.update(name, error)
+            self._outputs[output] = name
+
+    def read_by(self, function: Any, values: Any) -> None:
+        """Note the function (None: the model's caller) that reads the tensors among ``values``."""
+        for tensor in _tensors_in(values):
+            name = self._outputs.get(tensor)
+            if name is not None and function not in _RECTIFIERS:
+                self._other_readers.add(name)
+
+    def errors(self) -> dict[str, TensorError]:
+        """The errors of the outputs that only ReLUs have read, by layer name, once the model has run."""
+        errors = self._sums.errors()
+        return {name: error for name, error in errors.items() if name not in self._other_readers}
+
+    # torch calls this in place of every function that runs while the mode is entered.
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        results = _tensors_in(result)
+        if results and not self._is_measuring:  # a function without tensors in its result asks for a shape or a dtype
+            self.read_by(function, (args, kwargs))
+            for tensor in results:
+                self._outputs.pop(tensor, None)  # a ReLU in place: what the layer returned is gone
         return result
 
 
@@ -245,15 +313,25 @@ def _grid_of(module: nn.Module, base_name: str) -> _Grid | None:
 
 
 def _probe(
-    name: str, inputs: LayerSums, outputs: LayerSums, feeds: _Feeds, counts: dict[str, Support] | None
+    name: str,
+    inputs: LayerSums,
+    outputs: LayerSums,
+    feeds: _Feeds,
+    rectified: _Rectified,
+    counts: dict[str, Support] | None,
 ) -> Callable[[nn.Module, Any, Any, Any], None]:
     """A forward hook that compares one layer with its quantized form, for :func:`measure_layer_errors`.
 
     In each call of the layer it adds the error of the output and, of a floating point input, the error or the range. It
-    tells ``feeds`` which tensors the layer has read and written, and adds the input's values to ``counts``.
+    tells ``feeds`` which tensors the layer has read and written, and ``rectified`` what it has written, and adds the
+    input's values to ``counts``.
     """
 
     def probe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        with rectified.measuring():
+            measure(module, args, kwargs, output)
+
+    def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
@@ -263,6 +341,7 @@ def _probe(
             quantized = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
         output_error = difference_error(tokens_of(module, quantized), tokens_of(module, output))
         outputs.update(name, output_error)
+        rectified.passed(name, module, quantized, output)
         if not value.is_floating_point():
             return
         grid = _grid_of(module, "input")

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from lightning_obs import CalibrationSession
 from lightning_obs.calibration.result import CalibrationResult, PlanSummary
@@ -48,6 +49,48 @@ def test_clipped_counts_what_lies_outside_the_range(scheme):
     assert measure_layer_errors(model, [tokens])[0].clipped == 0.0
     (error,) = measure_layer_errors(model, [torch.cat([tokens, torch.full((8, 8), 5.0)])])
     assert error.clipped == pytest.approx(50.0)
+
+
+RELUS = {
+    "F.relu": F.relu,
+    "torch.relu": torch.relu,
+    "in place": lambda x: F.relu(x, inplace=True),
+    "a method": lambda x: x.relu(),
+}
+
+
+class Convolutions(nn.Module):
+    """Two convolutions, and a function between them."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 1)
+        self.between = between
+
+    def forward(self, x):
+        return self.second(self.between(self.first(x)))
+
+
+@pytest.mark.parametrize("scheme", ["INT8_ONNX", "INT8_TENSORRT"])
+@pytest.mark.parametrize("relu", RELUS.values(), ids=RELUS)
+def test_what_a_relu_cuts_off_is_no_error(relu, scheme):
+    torch.manual_seed(0)
+    model, images = Convolutions(relu), torch.randn(4, 3, 8, 8)
+    calibrated(model, images, scheme=scheme)
+    assert (model.first.output_scale * 127).item() < model.first(images).abs().max()  # its lowest values have no level
+    errors = {error.name: error for error in measure_layer_errors(model, [images])}
+    assert errors["first"].sqnr > 35
+    assert errors["first"].output.low == 0
+
+
+def test_a_cut_that_another_function_reads_is_an_error():
+    torch.manual_seed(0)
+    model, images = Convolutions(F.relu), torch.randn(4, 3, 8, 8)
+    calibrated(model, images, scheme="INT8_ONNX")
+    model.between = lambda x: F.relu(x) + 0.1 * x
+    errors = {error.name: error for error in measure_layer_errors(model, [images])}
+    assert errors["first"].sqnr < 10
+    assert errors["first"].output.low < 0
 
 
 def test_dynamic_inputs_have_no_clipping(mlp):
