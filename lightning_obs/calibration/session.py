@@ -114,6 +114,7 @@ class CalibrationSession:
         # The decorator shows the options in this signature. Names that are neither options nor arguments are refused.
         refuse_unknown(options, CalibrationOptions.names(CalibrationSession))
         require_kind("token_mask", token_mask, (str,), f"the name of an argument of the model, such as {PADDING!r}")
+        require_kind("model", model, (nn.Module,), "a module: `MyNet()`, not its class or its name")
         requested_options = CalibrationOptions.of(scheme, **options)
         register_surroundings(model)  # notes wrappers, offloading hooks and LoRA layers on the modules
         self.model = unwrapped(model)

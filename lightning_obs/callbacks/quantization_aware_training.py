@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,7 +34,7 @@ from lightning_obs.callbacks.session_callback import (
 from lightning_obs.callbacks.strategies import average_gradients
 from lightning_obs.callbacks.trainable import require_precision, require_trainable
 from lightning_obs.callbacks.trainer_session import TrainerSession, find_module
-from lightning_obs.errors import CalibrationError, refuse_unknown, warn
+from lightning_obs.errors import CalibrationError, refuse, refuse_unknown, warn
 from lightning_obs.fine_tuning.learned_scales import frozen
 from lightning_obs.fine_tuning.quantized_training import Phase
 from lightning_obs.schemes.config import SchemeLike, has_rounding, rounds_on_quantized_inputs
@@ -258,6 +259,7 @@ class QuantizationAwareTraining(SessionCallback):
         require_precision(trainer)
         session = self.prepare(trainer, pl_module)
         require_trainable(session)
+        _require_own_modules(self, session, trainer)
         training = self.quantized_fit.training
         if training.learned is not None and trainer.optimizers:
             training.learned.join(trainer.optimizers)
@@ -314,12 +316,18 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the trained weights their ranges; warn on rank 0 if a training of scales alone has changed no scale.
+        """Give the trained weights their ranges; warn on rank 0 of a training that had no effect.
 
-        Scales are compared as they are stored. A float8 scale (NVFP4) is stored as the same number until training has
-        changed it by 3 to 6 %, so a small learning rate may change none.
+        That is a fit that ended before ``start_epoch`` or ``start_step``, or a training of scales alone that has
+        changed no scale. Scales are compared as they are stored. A float8 scale (NVFP4) is stored as the same number
+        until training has changed it by 3 to 6 %, so a small learning rate may change none.
         """
         self.quantized_fit.end_fit()
+        if trainer.is_global_zero and self.quantized_fit.training.forwards is None:
+            warn(
+                f"{self.label}: nothing was quantized in this fit, which ended before start_epoch or start_step, after "
+                f"{trainer.global_step} steps. Set a smaller one, or train longer."
+            )
         learned = self.quantized_fit.training.learned
         if self.train != "scales" or learned is None or not trainer.is_global_zero:
             return
@@ -451,6 +459,19 @@ def _begin_validation(callback: QuantizationAwareTraining, trainer: Trainer, pl_
         restore_outside_of_fit(callback, trainer)
         callback.prepare(trainer, pl_module)
         callback.quantized_fit.begin_validation(trainer, pl_module, callback.batches)
+
+
+def _require_own_modules(callback: QuantizationAwareTraining, session: CalibrationSession, trainer: Trainer) -> None:
+    """Refuse modules that an earlier callback of the Trainer trains: only one forward can be in a module's place."""
+    trained: set[int] = set()
+    for earlier in takewhile(lambda other: other is not callback, trainer.callbacks):
+        if isinstance(earlier, QuantizationAwareTraining) and earlier.session is not None:
+            trained.update(id(target.module) for target in earlier.session.plan.targets)
+    refuse(
+        [target.name for target in session.plan.targets if id(target.module) in trained],
+        "another QuantizationAwareTraining of this Trainer trains these modules",
+        remedy="give each callback modules of its own (`module`, `targets`, `ignore`), or one callback both schemes.",
+    )
 
 
 def _require_distillation(distillation: Distillation) -> None:

@@ -32,7 +32,7 @@ from torch import nn
 
 from lightning_obs.checkpoint.entries import Entry, StoredTensors, store
 from lightning_obs.engines.engine import ENGINES, Engine
-from lightning_obs.errors import refuse, warn
+from lightning_obs.errors import name_list, refuse, warn
 from lightning_obs.files.tensors import Progress, Tally, TensorWriter
 from lightning_obs.files.write import require_room, whole_folder
 from lightning_obs.model.kinds import (
@@ -135,6 +135,7 @@ def _export(
                     _save_without_tensors(model, new_folder)  # first: it would delete files of tensors
                 if ranks is None:  # of sharded weights, this rank's bytes are not those of the model
                     _warn_if_not_smaller(model, stored.entries)
+                _warn_of_extra_states(model)
                 tally = Tally(sum(meta.nbytes for meta in stored.files.values()), progress)
                 require_room(new_folder, tally.total)
                 writer = TensorWriter(new_folder, stored.files, max_shard_size, tally=tally)
@@ -153,6 +154,16 @@ def _raised_on_all(ranks: Collectives | None) -> AbstractContextManager[Any]:
 
 
 # ---------------------------------------------------------------------- checks before anything is written
+
+
+def _warn_of_extra_states(model: nn.Module) -> None:
+    """Warn of values in the state dict that are no tensors, which a checkpoint does not hold."""
+    names = [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]
+    if names:
+        warn(
+            "a checkpoint holds tensors alone, so these extra states (get_extra_state) are not in it: "
+            f"{name_list(names)}. Set them on the model that load_checkpoint gives back."
+        )
 
 
 def _refuse_unmergeable(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_obs.checkpoint.entries import Tensors, compressed_layout, compressor_of, meta_qparams
 from lightning_obs.checkpoint.names_in_folder import hint_of_names, module_around, prefix_in_folder
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, refuse, require_kind
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.files.tensors import WEIGHTS_FILE, TensorReader
 from lightning_obs.files.write import clean_up_after_killed_writers, refuse_damage
@@ -26,7 +26,7 @@ from lightning_obs.forward.eager import unfuse_for_good
 from lightning_obs.forward.linear_attention import linearize_stored
 from lightning_obs.forward.linear_recurrent import linearize_stored_recurrent
 from lightning_obs.forward.quantized_forward import quantize_for_good
-from lightning_obs.model.kinds import from_matrix, unwrapped
+from lightning_obs.model.kinds import from_matrix, unwrapped, without_wrappers
 from lightning_obs.model.module_qparams import remember, write_qparams
 from lightning_obs.model.offload import is_offloaded
 from lightning_obs.model.weight import identities, place_of
@@ -51,6 +51,8 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
     If the calibrated model's attention or recurrent layers were made of Linears (``linearize_attention``,
     ``linearize_recurrent``), these layers of ``model`` are replaced in the same way first.
 
+    Wrappers in ``model`` (torch.compile, activation checkpointing) are no part of a name in the folder, and stay.
+
     The checksums of all loaded tensors are noted on the modules, as after a calibration: an export, or a run under
     ``quantized``, can then tell whether a tensor has changed since.
 
@@ -65,8 +67,15 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         CalibrationError: files are missing or damaged; names, shapes or values do not fit the model or its scheme. The
             model is unchanged then.
     """
-    folder = Path(folder)
+    require_kind("model", model, (nn.Module,), "a module to load into: `MyNet()`, not its class or its name")
     module = unwrapped(model)
+    with without_wrappers(module):
+        _load(module, Path(folder))
+    return model
+
+
+def _load(module: nn.Module, folder: Path) -> None:
+    """Load a checkpoint into a module that has no wrappers inside; :func:`load_checkpoint` calls this."""
     refuse(
         [name for name, inner in module.named_modules() if is_offloaded(inner)],
         "a checkpoint cannot be loaded into a model that is offloaded",
@@ -98,12 +107,11 @@ def load_checkpoint(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Modu
         refuse_damage(folder)  # last: the errors before it say more
         undo.pop_all()
     with torch.inference_mode(False), torch.no_grad():
-        module.load_state_dict(state)
+        module.load_state_dict(module.state_dict() | state)  # extra states that are no tensors stay
         for target in targets:
             _write_loaded_qparams(target, qparams_of_module[target.name])
         unfuse_for_good(module)  # torch's encoder layers must call their Linears, whose forwards quantize now
         remember(module)
-    return model
 
 
 def _read_config(folder: Path) -> QuantizationConfig | None:
@@ -197,6 +205,11 @@ def _require_fit(
     _refuse_misfits(misfits, folder, hint)
 
 
+def _state_tensors(model: nn.Module) -> Tensors:
+    """The tensors of the state dict; other values (extra states) are in no checkpoint, and the model keeps its own."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
 def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
     """A meta tensor of every tensor that a checkpoint of the model holds, by name.
 
@@ -204,11 +217,11 @@ def _expected_layout(model: nn.Module, targets: list[PlannedModule]) -> Tensors:
         model: the module to load into.
         targets: its quantized modules.
     """
-    layout = {name: value.to("meta") for name, value in model.state_dict().items()}
+    layout = {name: value.to("meta") for name, value in _state_tensors(model).items()}
     for target in targets:
         prefix = f"{target.name}." if target.name else ""
         tensors = Tensors()
-        for key in target.module.state_dict():
+        for key in _state_tensors(target.module):
             if "." not in key:  # else of a module inside it
                 tensors[key] = layout.pop(prefix + key)
         tensors |= meta_qparams(target)

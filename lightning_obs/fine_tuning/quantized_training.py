@@ -74,6 +74,7 @@ class QuantizedTraining:
         switch: which tensors are quantized now.
         learned: the scales that an optimizer trains; None with ``train="weights"``.
         phase: the state in which the next training batch runs.
+        forwards: gives the modules their own forwards back when it is closed; None: nothing runs quantized.
         validating: whether a validation runs now, through the model that an export would write at this moment.
 
     Raises:
@@ -91,7 +92,7 @@ class QuantizedTraining:
         self.learned = None if train == "weights" else LearnedScales(session.plan, alone=train == "scales")
         self.phase = Phase.NEW
         self.validating = False
-        self._forwards: ExitStack | None = None  # closing it gives every module its own forward back; None: it has it
+        self.forwards: ExitStack | None = None
         # A resumed run may be between two observations: its weights are newer than their ranges, and stay so.
         self._is_resumed = False
 
@@ -108,7 +109,7 @@ class QuantizedTraining:
         Args:
             around: holds the model, and perhaps its torch.compile'd wrapper; default: the model.
         """
-        if self._forwards is not None:
+        if self.forwards is not None:
             return
         with ExitStack() as stack:
             if _is_compiled(around or self.session.model):
@@ -116,7 +117,7 @@ class QuantizedTraining:
                 stack.callback(torch.compiler.reset)
             stack.enter_context(unfused(self.session.model))
             _quantize_forwards(self.session, self.switch, stack)
-            self._forwards = stack.pop_all()
+            self.forwards = stack.pop_all()
         if self._is_resumed and self.is_quantized:
             self._write_learned(weights_refreshed=False)
         else:
@@ -130,9 +131,9 @@ class QuantizedTraining:
         """
         self.session.detach()
         self.validating = False
-        if self._forwards is not None:
-            self._forwards.close()
-            self._forwards = None
+        if self.forwards is not None:
+            self.forwards.close()
+            self.forwards = None
 
     @contextmanager
     def unquantized(self) -> Iterator[None]:
@@ -380,7 +381,7 @@ class QuantizedTraining:
             weights_refreshed: whether the scales belong to the present weights, so that the session writes new
                 checksums; False where the modules keep scales of earlier weights.
         """
-        if self.learned is not None and self._forwards is not None:
+        if self.learned is not None and self.forwards is not None:
             self.learned.start()
             self.session.write_scales(self.learned.values(), of_present_weights=weights_refreshed)
 

@@ -238,13 +238,23 @@ def exporter_error(exporter: str, model: nn.Module, error: Exception, remedy: st
         remedy: how to go on.
     """
     cause = _first_cause(error)
-    first_line = str(cause).strip().partition("\n")[0]
     return CalibrationError(
         f"{exporter} cannot export {type(model).__name__}",
         where=_user_lines(cause),
-        got=f"{type(cause).__name__}: {first_line}",
+        got=f"{type(cause).__name__}: {_first_paragraph(str(cause))}",
         remedy=remedy,
     )
+
+
+def _first_paragraph(text: str) -> str:
+    """The first paragraph of an error's text in one line, and the next if it ends with a colon; up to 500 characters.
+
+    torch's exporter says only behind the first line which size it could not leave open, and why.
+    """
+    paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
+    count = 2 if paragraphs[0].endswith(":") else 1
+    said = " ".join(paragraphs[:count])
+    return said if len(said) <= 500 else f"{said[:500]}..."
 
 
 def _first_cause(error: BaseException) -> BaseException:

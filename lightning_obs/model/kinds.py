@@ -339,7 +339,10 @@ def without_adapters(model: nn.Module) -> AbstractContextManager[None]:
 
 @contextmanager
 def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]) -> Iterator[None]:
-    """Inside the ``with`` block, put ``core_of`` of each submodule that has one in the submodule's place."""
+    """Inside the ``with`` block, put ``core_of`` of each submodule that has one in the submodule's place.
+
+    A core that is itself replaced in the block, as ``load_checkpoint`` replaces torch's attention, stays replaced.
+    """
     cores: list[tuple[nn.Module, str, nn.Module]] = []
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in model.modules():
@@ -355,8 +358,9 @@ def _replaced(model: nn.Module, core_of: Callable[[nn.Module], nn.Module | None]
             parent._modules[name] = core
         yield
     finally:
-        for parent, name, child in replaced:
-            parent._modules[name] = child
+        for (parent, name, core), (_, _, child) in zip(cores, replaced, strict=True):
+            if parent._modules[name] is core:
+                parent._modules[name] = child
 
 
 # ---------------------------------------------------------------------- LoRA

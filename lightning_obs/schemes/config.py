@@ -202,6 +202,7 @@ def resolve_config(
     for group in config_groups(config):
         _refuse_broken_patterns("targets", group.targets)
     _refuse_broken_patterns("ignore", config.ignore or [])
+    _refuse_no_bits(config)
     if observers is None:
         observers = {}
     assert not isinstance(observers, str)  # _refuse_several_observers
@@ -537,6 +538,13 @@ def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
         raise CalibrationError("rounding is given, but the scheme quantizes no weights", got=f"rounding={rounding!r}")
     for args in weights:
         args.observer_kwargs = {**args.observer_kwargs, ROUNDING: rounding}
+
+
+def _refuse_no_bits(config: QuantizationConfig) -> None:
+    """Raise a CalibrationError for numbers of less than one bit, which compressed-tensors accepts."""
+    for base_name, args in _all_args(config):
+        if args.num_bits < 1:
+            raise CalibrationError(f"num_bits of the {base_name}", got=args.num_bits, expected="one or more")
 
 
 def _make_every_observer(config: QuantizationConfig) -> None:

@@ -3,15 +3,25 @@
 import copy
 import json
 import pickle
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
-from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint, load_checkpoint, quantized
+from lightning_obs import (
+    CalibrationError,
+    CalibrationSession,
+    CalibrationWarning,
+    export_checkpoint,
+    linearize_attention,
+    load_checkpoint,
+    quantized,
+)
 from lightning_obs.model.module_qparams import read_qparams
 
 
@@ -345,3 +355,82 @@ def test_names_that_fit_nowhere_get_no_hint(tmp_path):
     exported(Everything(), tmp_path / "out")
     with pytest.raises(CalibrationError, match="Remedy: build the model that was exported"):
         load_checkpoint(nn.Sequential(nn.Linear(2, 2)), tmp_path / "out")
+
+
+class Inner(nn.Module):
+    """A network that its own constructor wraps."""
+
+    def __init__(self, wrap):
+        super().__init__()
+        self.net = wrap(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()))
+        self.head = wrap(nn.Linear(8, 8))
+
+    def forward(self, x):
+        return self.head(self.net(x))
+
+
+WRAPS = {"torch.compile": partial(torch.compile, backend="eager"), "activation checkpointing": checkpoint_wrapper}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_a_model_with_wrappers_inside_loads_its_own_checkpoint(wrap, tmp_path):
+    model, x = Inner(wrap).eval(), torch.randn(4, 8)
+    with CalibrationSession(model, "INT8_STATIC"):
+        model(x)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    export_checkpoint(model, tmp_path / "folder")
+    for reader in (Inner(wrap).eval(), Inner(lambda module: module).eval()):
+        kinds = [type(module) for module in reader.modules()]
+        loaded = load_checkpoint(reader, tmp_path / "folder")
+        assert [type(module) for module in loaded.modules()] == kinds
+        with torch.no_grad():
+            assert torch.equal(loaded(x), expected)
+
+
+def test_wrapped_attention_that_was_made_of_linears_is_loaded(tmp_path):
+    def network():
+        return nn.Sequential(torch.compile(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), backend="eager"))
+
+    model, x = network().eval(), torch.randn(2, 4, 8)
+    linearize_attention(model)
+    with CalibrationSession(model, "INT8_STATIC"):
+        model(x)
+    with torch.no_grad(), quantized(model):
+        expected = model(x)
+    loaded = load_checkpoint(network().eval(), export_checkpoint(model, tmp_path / "folder"))
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(x), expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", [Everything, "Everything"])
+def test_what_is_no_module_is_refused(wrong, tmp_path):
+    with pytest.raises(CalibrationError, match=r"^model\. Got .*Everything.*, expected a module to load into"):
+        load_checkpoint(wrong, tmp_path)
+    with pytest.raises(CalibrationError, match=r"^model\. Got .*Everything.*, expected a module"):
+        CalibrationSession(wrong, "W8A8")
+
+
+class Extra(nn.Linear):
+    """A Linear with an extra state that is no tensor."""
+
+    state = "of the constructor"
+
+    def get_extra_state(self):
+        return {"state": self.state}
+
+    def set_extra_state(self, state):
+        self.state = state["state"]
+
+
+def test_an_extra_state_is_warned_of_and_the_model_that_loads_keeps_its_own(tmp_path):
+    model, loaded, x = nn.Sequential(Extra(8, 8)), nn.Sequential(Extra(8, 8)), torch.randn(4, 8)
+    with CalibrationSession(model, "INT8_STATIC", targets=["Extra"]):
+        model(x)
+    model[0].state = "of the training"
+    with pytest.warns(CalibrationWarning, match=r"\(get_extra_state\) are not in it: 0\._extra_state\. Set"):
+        export_checkpoint(model, tmp_path / "folder")
+    load_checkpoint(loaded, tmp_path / "folder")
+    assert loaded[0].state == "of the constructor"
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(loaded(x), model(x))

@@ -15,6 +15,7 @@ from lightning_obs import (
     load_checkpoint,
     quantized,
 )
+from lightning_obs.forward.tracing import exporter_error
 
 WEIGHTS = {"num_bits": 8, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "observer": "static_minmax"}
@@ -356,3 +357,35 @@ class Branch(nn.Module):
 def test_what_cannot_be_traced_names_the_line_of_the_model(tmp_path):
     model = calibrated(Branch(), torch.ones(2, 16), WEIGHT_ONLY)
     refused(model, r"torch\.export cannot export Branch: .*test_program_file\.py:\d+\. Got \w+", tmp_path)
+
+
+class OfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc(x.view(2, 16))
+
+
+def test_a_size_that_the_model_fixes_is_named_with_the_reason(tmp_path):
+    model = calibrated(OfTwo(), torch.ones(2, 16), WEIGHT_ONLY)
+    with pytest.raises(
+        CalibrationError, match=r"OfTwo.*size\(\)\[0\] as dynamic but your code specialized it .* \(2\)"
+    ):
+        export_program(model, tmp_path / "m.pt2", torch.ones(2, 16), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("One line", "One line"),
+        ("A line\n  - and its reason\n\nAdvice", "A line - and its reason"),
+        ("Conflicts:\n\n- the batch is 2\n\nAdvice", "Conflicts: - the batch is 2"),
+        ("a" * 600, "a" * 500 + "..."),
+        ("", ""),
+    ],
+)
+def test_the_error_of_an_exporter_is_said_with_its_reason(text, said):
+    error = exporter_error("the exporter", nn.ReLU(), ValueError(text), "none.")
+    assert error.got == f"ValueError: {said}"

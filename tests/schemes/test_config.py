@@ -113,6 +113,8 @@ def test_a_scheme_has_a_short_name(scheme, expected):
         ),
         ({"g": 3}, {}, r"scheme group 'g'. Got 3, expected a list of targets or a dict of fields"),
         ({"weights": {"bits": 4}}, {}, r"(?s)compressed-tensors refuses the scheme: .*bits"),
+        ({"weights": {"num_bits": 0}}, {}, r"num_bits of the weight\. Got 0, expected one or more"),
+        ({"preset": "INT8_STATIC", "input_activations": {"num_bits": -3}}, {}, r"num_bits of the input\. Got -3"),
         ({"weights": {"strategy": "rows"}}, {}, r"(?s)compressed-tensors refuses the scheme: .*rows"),
         ({"input_activations": {"strategy": "channel"}}, {}, r"compressed-tensors refuses the scheme"),
         ({"config_groups": {"FP9": ["Linear"]}}, {}, r"compressed-tensors refuses the scheme"),

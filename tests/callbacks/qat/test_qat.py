@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM
 
-from lightning_obs import CalibrationError, QuantizationAwareTraining, load_checkpoint, quantized
+from lightning_obs import CalibrationError, CalibrationWarning, QuantizationAwareTraining, load_checkpoint, quantized
 from lightning_obs.model.module_qparams import read_qparams
 from tests.callbacks.qat_modules import (
     W4,
@@ -98,10 +98,30 @@ def test_weights_trained_on_after_the_last_validation_are_exported_as_a_validati
 
 
 def test_a_model_whose_activations_were_never_calibrated_is_not_exported(tmp_path):
-    callback = QuantizationAwareTraining("INT8_STATIC", start_epoch=5)
-    trainer(callback).fit(Regression(), loader(), loader())
+    callback = QuantizationAwareTraining("INT8_STATIC", start_epoch=2)  # of two: 0 and 1
+    with pytest.warns(
+        CalibrationWarning, match="nothing was quantized in this fit.*before start_epoch .* after 8 steps"
+    ):
+        trainer(callback).fit(Regression(), loader(), loader())
     with pytest.raises(CalibrationError, match="nothing was calibrated yet"):
         callback.export(tmp_path / "out")
+
+
+def test_a_second_callback_for_the_same_modules_is_refused():
+    callbacks = [QuantizationAwareTraining("INT8_STATIC"), QuantizationAwareTraining("W8A8", ignore=["net.0"])]
+    with pytest.raises(CalibrationError, match=r"another QuantizationAwareTraining .* these modules: net\.2\. Remedy"):
+        trainer(*callbacks).fit(Regression(), loader(), loader())
+
+
+def test_callbacks_with_modules_of_their_own_train_side_by_side():
+    first = QuantizationAwareTraining("INT8_STATIC", ignore=["net.2"], calibration_batches=2)
+    second = QuantizationAwareTraining("W8A8", ignore=["net.0"])
+    module = Regression()
+    trainer(first, second).fit(module, loader(), loader())
+    assert (first.result.modules, second.result.modules) == (["net.0"], ["net.2"])
+    expected = torch.cat(module.validated[-4:])
+    with torch.no_grad(), quantized(module):
+        torch.testing.assert_close(torch.cat([module(x) for x, _ in loader()]), expected)
 
 
 # ---------------------------------------------------------------------- what training sees
