@@ -240,6 +240,17 @@ def destinations_of(export_to: ExportTo, overwrite: bool) -> list[Destination]:
     return destinations
 
 
+def require_folder_name(folder: str | os.PathLike[str]) -> None:
+    """Refuse a name for a checkpoint's folder that is the name of a file; a callback's ``export`` calls it."""
+    if Path(folder).suffix.lower() in (*_FILES, *_OTHER_FILES):
+        raise CalibrationError(
+            "export writes a checkpoint, which is a folder",
+            where=[os.fspath(folder)],
+            got="the name of a file",
+            remedy="give a folder; files are written by export_onnx, export_program and export_gguf.",
+        )
+
+
 def _options_by_path(export_to: Any) -> dict[Any, Any]:
     """The paths of ``export_to``, each with its options or None; a CalibrationError for a value of another type."""
     options_by_path: dict[Any, Any] = {}

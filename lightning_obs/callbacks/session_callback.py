@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.destinations import ExportTo, destinations_of
+from lightning_obs.callbacks.destinations import ExportTo, destinations_of, require_folder_name
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback
 from lightning_obs.callbacks.measured_export import export_and_measure
@@ -125,8 +125,10 @@ class SessionCallback(Callback):
 
         Raises:
             CalibrationError: no validation has calibrated the model yet, or it was trained on since; ``folder`` cannot
-                be written or is taken. In fine-tuning also: activations were not calibrated yet.
+                be written, is taken, or has the name of a file. In fine-tuning also: activations were not calibrated
+                yet.
         """
+        require_folder_name(folder)
         return self.results.export(
             folder, tokenizer, overwrite=overwrite, max_shard_size=max_shard_size, progress=progress
         )

@@ -142,6 +142,13 @@ def test_a_wrong_export_to_is_refused_by_the_constructor(kind, export_to, messag
         kind("INT8_STATIC", export_to=export_to)
 
 
+@CALLBACKS
+@pytest.mark.parametrize("name", ["m.onnx", "m.PT2", "m.gguf", "m.safetensors"])
+def test_the_folder_of_an_export_has_not_the_name_of_a_file(kind, name):
+    with pytest.raises(CalibrationError, match=f"is a folder: {name}. Got the name of a file. Remedy: .*export_onnx"):
+        kind("INT8_STATIC").export(name)
+
+
 # ---------------------------------------------------------------------- refused before the first batch
 
 
