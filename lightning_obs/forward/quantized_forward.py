@@ -72,6 +72,7 @@ def quantized(model: nn.Module) -> Iterator[nn.Module]:
         CalibrationError: another thread is in a block of the same modules.
 
     Examples:
+        >>> import torch
         >>> from lightning_obs import CalibrationSession
         >>> model = nn.Sequential(nn.Linear(4, 4, bias=False))
         >>> _ = nn.init.constant_(model[0].weight, 0.3)
