@@ -30,12 +30,14 @@ from compressed_tensors.modeling import IMPL_ATTR, KV_CACHE_ATTR
 from torch import nn
 from torch.utils.data import Dataset
 
-from lightning_obs.model.kinds import inside
+from lightning_obs.model.kinds import CAPTURES_OUTPUTS, inside
 from lightning_obs.model.module_qparams import CALIBRATED, CHECKSUMS
 
-#: attributes that stay as they are: the tables of ``nn.Module`` itself, results of the calibration in between, and the
-#: submodule that computes weights
-_UNTOUCHED = frozenset({*vars(nn.Module()), *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR, "parametrizations"})
+#: attributes that stay as they are: the tables of ``nn.Module`` itself and the mark that hooks of transformers are in
+#: them, results of the calibration in between, and the submodule that computes weights
+_UNTOUCHED = frozenset(
+    {*vars(nn.Module()), CAPTURES_OUTPUTS, *CALIBRATED, IMPL_ATTR, KV_CACHE_ATTR, "parametrizations"}
+)
 #: behind the name of a weight that is computed from ``<weight>_orig``: itself, pruning's mask, spectral norm's vectors
 _COMPUTED = ("", "_mask", "_u", "_v")
 #: dicts that are copied; a user's subclass is shared by both passes

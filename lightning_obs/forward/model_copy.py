@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_obs.errors import CalibrationError
+from lightning_obs.model.kinds import CAPTURES_OUTPUTS
 from lightning_obs.model.mark import keep_out_of_copies
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -142,7 +143,7 @@ def _take_out_watchers(objects: set[int], attributes: dict[str, Any]) -> None:
     """Take hooks whose state does not belong to the model out of a copy of a module's ``__dict__``.
 
     Called for each module while the model is copied, by the module's mark. Hooks of ``torch.nn.utils`` (pruning, weight
-    norm) stay.
+    norm) stay. A copied model of transformers installs its hooks that capture hidden states anew.
 
     Args:
         objects: :func:`_objects_of` the model.
@@ -155,6 +156,7 @@ def _take_out_watchers(objects: set[int], attributes: dict[str, Any]) -> None:
             is_of_torch = type(owner).__module__.startswith("torch.nn.utils.")
             if owner is None or not (is_of_torch or id(owner) in objects):
                 del attributes[table][number]
+    attributes.pop(CAPTURES_OUTPUTS, None)
 
 
 def _owner_of(hook: Callable[..., Any]) -> Any:

@@ -31,6 +31,9 @@ from lightning_obs.errors import CalibrationError
 from lightning_obs.model.mark import make_mark, mark_of
 from lightning_obs.packages import require_release
 
+#: the attribute by which a model of transformers says that its modules have the hooks that capture hidden states
+CAPTURES_OUTPUTS = "_output_capturing_hooks_installed"
+
 # The oldest release of transformers with which models of transformers are tested (`make oldest`).
 _OLDEST_TRANSFORMERS = "5.17"
 

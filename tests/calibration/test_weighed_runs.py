@@ -56,6 +56,25 @@ def test_a_cache_is_filled_once_and_generated_text_stays(mode, tiny_llama):
     assert all(map(torch.equal, *found))
 
 
+class OnHiddenStates(nn.Module):
+    """A head reads a hidden state, as the projector of a vision-language model does."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.backbone = model.model
+        self.head = nn.Linear(model.config.hidden_size, 16)
+
+    def forward(self, ids):
+        return self.head(self.backbone(ids, output_hidden_states=True).hidden_states[-1])
+
+
+def test_the_copy_has_the_hidden_states_that_the_model_reads(tiny_llama):
+    ids = torch.randint(0, 100, (3, 2, 9), generator=torch.Generator().manual_seed(0))
+    session = observed(OnHiddenStates(tiny_llama()), [{"ids": part} for part in ids], observers())
+    assert session.batches == 3
+    assert session.observation.observers["head", "weight"].input_squares.sum() > 0
+
+
 class Stateful(nn.Module):
     """Dropout and batch norm in training, counters in a buffer, an attribute and a generator of its own."""
 

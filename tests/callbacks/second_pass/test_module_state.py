@@ -151,3 +151,15 @@ def test_a_weight_that_is_computed_since_is_computed_in_the_second_pass_too(befo
         assert torch.equal(module.net(torch.eye(2)), expected)
     assert module.outputs == [1]
     assert torch.equal(module.net(torch.eye(2)), expected)
+
+
+def test_a_second_pass_has_the_hidden_states_of_the_first(tiny_llama):
+    """transformers installs hooks at the first call that asks for hidden states, and marks the model."""
+    model = tiny_llama()
+    ids = torch.ones(1, 4, dtype=torch.long)
+    state = ModuleState(model)
+    first = model(ids, output_hidden_states=True).hidden_states
+    with state.restored():
+        second = model(ids, output_hidden_states=True).hidden_states
+    assert len(first) == len(second) == len(model(ids, output_hidden_states=True).hidden_states)
+    assert len(first) == model.config.num_hidden_layers + 1
