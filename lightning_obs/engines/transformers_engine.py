@@ -394,7 +394,7 @@ def _check_experts(planned: PlannedCheckpoint, dequantize: bool) -> None:
         raise CalibrationError(
             "transformers 5.23 loads all experts with one scheme, and dequantizes nothing where there are several",
             where=[expert_targets[0].name],
-            remedy=f"use one scheme, or {_UNCHECKED}",
+            remedy=f"use one scheme (a quantized kv cache is another one), or {_UNCHECKED}",
         )
 
 

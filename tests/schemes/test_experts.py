@@ -113,3 +113,10 @@ def test_experts_stay_in_full_precision_beside_fp8_and_its_kv_cache_but_not_besi
     CalibrationSession(model, "FP8", **options)
     with pytest.raises(CalibrationError, match="experts in full precision beside"):
         CalibrationSession(model, None, **options)
+
+
+def test_quantized_experts_beside_a_kv_cache_do_not_load():
+    model = tiny_moe("mixtral")
+    linearize_experts(model)
+    with pytest.raises(CalibrationError, match=r"use one scheme \(a quantized kv cache is another one\)"):
+        CalibrationSession(model, W4A16_32, kv_cache="FP8", ignore=["lm_head"])
