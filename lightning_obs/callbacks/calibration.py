@@ -353,7 +353,8 @@ class CalibrationCallback(SessionCallback):
         Lightning calls this when a run has ended without an error.
         """
         super().teardown(trainer, pl_module, stage)
-        if self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated:
+        has_state = self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated
+        if has_state or self._is_trial(trainer):
             return
         if stage == TrainerFn.VALIDATING:
             warn(f"{self.label}: the validation has ended and nothing was calibrated: no validation batches were run.")

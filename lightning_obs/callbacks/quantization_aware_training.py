@@ -20,7 +20,7 @@ from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.destinations import ExportTo
 from lightning_obs.callbacks.distillation import Distillation
-from lightning_obs.callbacks.lightning_package import TrainerFn
+from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
 from lightning_obs.callbacks.lost_updates import LostUpdates
 from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.callbacks.quantized_fit import QuantizedFit
@@ -261,6 +261,8 @@ class QuantizationAwareTraining(SessionCallback):
         require_trainable(session)
         _require_own_modules(self, session, trainer)
         training = self.quantized_fit.training
+        if training.learned is not None:
+            _refuse_finetuning_callbacks(trainer, self.train)
         if training.learned is not None and trainer.optimizers:
             training.learned.join(trainer.optimizers)
         if self.distillation.is_on:
@@ -471,6 +473,19 @@ def _require_own_modules(callback: QuantizationAwareTraining, session: Calibrati
         [target.name for target in session.plan.targets if id(target.module) in trained],
         "another QuantizationAwareTraining of this Trainer trains these modules",
         remedy="give each callback modules of its own (`module`, `targets`, `ignore`), or one callback both schemes.",
+    )
+
+
+def _refuse_finetuning_callbacks(trainer: Trainer, train: str) -> None:
+    """Refuse Lightning's callbacks that freeze layers, where scales are trained.
+
+    They look up each parameter of the optimizers in the module, and the scales are none of its parameters.
+    """
+    names = [type(other).__name__ for other in trainer.callbacks if class_of(other, "BaseFinetuning")]
+    refuse(
+        names,
+        f"train={train!r} puts scales into the optimizer, and this callback fails at parameters not of the module",
+        remedy="train='weights', or freeze the layers yourself (requires_grad_(False)) and leave this callback out.",
     )
 
 

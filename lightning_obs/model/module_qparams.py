@@ -477,6 +477,19 @@ def _names_in_checkpoint(module: nn.Module) -> Iterator[str]:
         has_data = meta_has_data or not buffer.is_meta
         if buffer.is_floating_point() and has_data and name not in module._non_persistent_buffers_set:
             yield name
+    yield from _computed_names(module)
+
+
+def _computed_names(module: nn.Module) -> Iterator[str]:
+    """The module's tensors that pruning or the older ``weight_norm`` computes from parameters before each forward.
+
+    They are parameters once the pruning is made permanent, and may have been pruned further until then.
+    """
+    for name in module._parameters:
+        for suffix in ("_orig", "_g"):
+            computed_name = name.removesuffix(suffix)
+            if computed_name != name and isinstance(vars(module).get(computed_name), torch.Tensor):
+                yield computed_name
 
 
 # ---------------------------------------------------------------------- checksums of tensors, wherever they are

@@ -102,7 +102,11 @@ def export_program(
     with left_as_it_was(model):
         program = _trace(model, Example.of(model, example, dynamic_shapes), backend)
     with whole_file(file, overwrite) as partial_file, partial_file.open("wb") as stream:
-        torch.export.save(program, stream)
+        try:
+            torch.export.save(program, stream)
+        except NotImplementedError as error:  # a class of the outputs that it cannot name in a file
+            remedy = "let the model return tensors in tuples, lists or dicts."
+            raise exporter_error("torch.export", model, error, remedy) from error
     return file
 
 

@@ -202,7 +202,7 @@ def resolve_config(
     for group in config_groups(config):
         _refuse_broken_patterns("targets", group.targets)
     _refuse_broken_patterns("ignore", config.ignore or [])
-    _refuse_no_bits(config)
+    _refuse_impossible_bits(config)
     if observers is None:
         observers = {}
     assert not isinstance(observers, str)  # _refuse_several_observers
@@ -540,11 +540,14 @@ def _set_rounding(config: QuantizationConfig, rounding: RoundingLike) -> None:
         args.observer_kwargs = {**args.observer_kwargs, ROUNDING: rounding}
 
 
-def _refuse_no_bits(config: QuantizationConfig) -> None:
-    """Raise a CalibrationError for numbers of less than one bit, which compressed-tensors accepts."""
+def _refuse_impossible_bits(config: QuantizationConfig) -> None:
+    """Raise a CalibrationError for numbers of bits that compressed-tensors accepts and nothing computes with.
+
+    Above 24 bits, float32 does not hold every integer: codes would be stored that differ from those that were measured.
+    """
     for base_name, args in _all_args(config):
-        if args.num_bits < 1:
-            raise CalibrationError(f"num_bits of the {base_name}", got=args.num_bits, expected="one or more")
+        if not 1 <= args.num_bits <= 24:
+            raise CalibrationError(f"num_bits of the {base_name}", got=args.num_bits, expected="1 to 24")
 
 
 def _make_every_observer(config: QuantizationConfig) -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
@@ -434,3 +435,29 @@ def test_an_extra_state_is_warned_of_and_the_model_that_loads_keeps_its_own(tmp_
     assert loaded[0].state == "of the constructor"
     with torch.no_grad(), quantized(model):
         assert torch.equal(loaded(x), model(x))
+
+
+def pruned_and_calibrated(x):
+    model = nn.Sequential(nn.Linear(8, 8))
+    prune.l1_unstructured(model[0], "weight", amount=0.25)
+    with CalibrationSession(model, "INT8_STATIC"):
+        model(x)
+    return model
+
+
+def test_a_pruning_that_was_made_permanent_after_the_calibration_is_stored(tmp_path):
+    x = torch.randn(4, 8)
+    model = pruned_and_calibrated(x)
+    prune.remove(model[0], "weight")
+    loaded = load_checkpoint(nn.Sequential(nn.Linear(8, 8)), export_checkpoint(model, tmp_path / "folder"))
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(loaded(x), model(x))
+    assert (loaded[0].weight == 0).sum() >= 16
+
+
+def test_a_pruning_that_went_on_after_the_calibration_is_refused(tmp_path):
+    model = pruned_and_calibrated(torch.randn(4, 8))
+    prune.l1_unstructured(model[0], "weight", amount=0.5)
+    prune.remove(model[0], "weight")
+    with pytest.raises(CalibrationError, match=r"1 parameters and buffers have changed .*calibrated: 0\.weight"):
+        export_checkpoint(model, tmp_path / "folder")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -357,6 +358,25 @@ class Branch(nn.Module):
 def test_what_cannot_be_traced_names_the_line_of_the_model(tmp_path):
     model = calibrated(Branch(), torch.ones(2, 16), WEIGHT_ONLY)
     refused(model, r"torch\.export cannot export Branch: .*test_program_file\.py:\d+\. Got \w+", tmp_path)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class OfPair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return Pair(self.fc(x), x)
+
+
+def test_a_class_of_outputs_that_no_file_holds_is_refused(tmp_path):
+    model = calibrated(OfPair(), torch.ones(2, 16), WEIGHT_ONLY)
+    refused(model, "cannot export OfPair.*Can't serialize TreeSpec of namedtuple.* Remedy: let the model", tmp_path)
 
 
 class OfTwo(nn.Module):

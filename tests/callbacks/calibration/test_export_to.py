@@ -1,6 +1,7 @@
 """`export_to` writes checkpoints and files by their suffix; what cannot be written is refused before any batch."""
 
 import sys
+from importlib import import_module
 
 import gguf
 import onnx
@@ -21,7 +22,7 @@ from lightning_obs import (
 from tests.callbacks.calibration_modules import Plain, hooks_on, loader, trainer
 from tests.callbacks.test_export_gguf import Language
 from tests.support.gguf_base import write_base
-from tests.support.lightning_package import L
+from tests.support.lightning_package import PYTORCH, L
 from tests.support.tiny_model import save_tiny_llama
 
 CALLBACKS = pytest.mark.parametrize("kind", [CalibrationCallback, QuantizationAwareTraining])
@@ -147,6 +148,39 @@ def test_a_wrong_export_to_is_refused_by_the_constructor(kind, export_to, messag
 def test_the_folder_of_an_export_has_not_the_name_of_a_file(kind, name):
     with pytest.raises(CalibrationError, match=f"is a folder: {name}. Got the name of a file. Remedy: .*export_onnx"):
         kind("INT8_STATIC").export(name)
+
+
+class Tuned(Plain):
+    lr, batch_size = 1e-3, 4
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self):
+        return DataLoader(loader(count=64).dataset, batch_size=self.batch_size)
+
+
+SEARCHES = {
+    "learning rate": lambda tuner, module: tuner.lr_find(module, val_dataloaders=loader(), num_training=10),
+    "batch size": lambda tuner, module: tuner.scale_batch_size(
+        module, val_dataloaders=loader(), max_trials=2, steps_per_trial=1
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:The number of training batches")
+@CALLBACKS
+@pytest.mark.parametrize("search", SEARCHES.values(), ids=SEARCHES)
+def test_a_search_of_the_tuner_writes_nothing_and_the_fit_after_it_does(kind, search, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the Tuner saves the state that it restores
+    module = Tuned()
+    fit = trainer(kind("INT8_STATIC", export_to=tmp_path / "out"), max_epochs=1)
+    search(import_module(f"{PYTORCH}.tuner").Tuner(fit), module)
+    assert not (tmp_path / "out").exists()
+    fit.fit(module, val_dataloaders=loader())
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        assert torch.equal(load_checkpoint(Tuned(), tmp_path / "out")(x), quantized_outputs(module, x))
 
 
 # ---------------------------------------------------------------------- refused before the first batch

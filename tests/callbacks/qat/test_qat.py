@@ -23,7 +23,7 @@ from tests.callbacks.qat_modules import (
     outputs,
     trainer,
 )
-from tests.support.lightning_package import L
+from tests.support.lightning_package import L, callbacks
 
 # ---------------------------------------------------------------------- the checkpoint has the numbers
 
@@ -111,6 +111,28 @@ def test_a_second_callback_for_the_same_modules_is_refused():
     callbacks = [QuantizationAwareTraining("INT8_STATIC"), QuantizationAwareTraining("W8A8", ignore=["net.0"])]
     with pytest.raises(CalibrationError, match=r"another QuantizationAwareTraining .* these modules: net\.2\. Remedy"):
         trainer(*callbacks).fit(Regression(), loader(), loader())
+
+
+class Freeze(callbacks.BaseFinetuning):
+    """Trains the last layer alone."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        pass
+
+
+def test_callbacks_that_freeze_layers_go_with_weights_and_not_with_scales():
+    callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=2)
+    with pytest.raises(CalibrationError, match=r"train='all' puts scales .*: Freeze\. Remedy: train='weights'"):
+        trainer(callback, Freeze()).fit(Regression(), loader(), loader())
+    module = Regression()
+    before = module.net[0].weight.clone()
+    callback = QuantizationAwareTraining("INT8_STATIC", calibration_batches=2)
+    trainer(callback, Freeze()).fit(module, loader(), loader())
+    assert torch.equal(module.net[0].weight, before)
+    assert callback.result.modules == ["net.0", "net.2"]
 
 
 def test_callbacks_with_modules_of_their_own_train_side_by_side():
