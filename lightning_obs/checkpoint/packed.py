@@ -53,7 +53,7 @@ def keep_packed(model: _Model) -> _Model:
 
     Examples:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> keep_packed(LlamaForCausalLM(LlamaConfig(num_hidden_layers=0)))
+        >>> keep_packed(LlamaForCausalLM(LlamaConfig(vocab_size=8, num_hidden_layers=0)))
         Traceback (most recent call last):
         lightning_obs.errors.CalibrationError: LlamaForCausalLM was not loaded from a compressed checkpoint...
     """
