@@ -9,6 +9,7 @@
     python benchmarks/accuracy/accuracy.py --model digits --scheme INT8_STATIC --rows scheme  # a vision transformer
     python benchmarks/accuracy/accuracy.py --model FOLDER         # another model of transformers
     python benchmarks/accuracy/accuracy.py --model smollm2 --inputs quantized  # block by block
+    python benchmarks/accuracy/accuracy.py --model smollm2 --scheme NVFP4 --rows scheme --smooth
     python benchmarks/accuracy/accuracy.py --model smollm2 --device cuda --peers
 
 A row is an observer of weights with its hyperparameters, ``hessian(signed=True)``, or ``recipe=accurate``; a rounding
@@ -58,7 +59,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, CompressedTensorsConf
 from unquantized_model import NAME as UNQUANTIZED
 from upcycled_model import NAME as UPCYCLED
 
-from lightning_obs import BlockRuns, CalibrationResult, CalibrationSession, calibrate_layerwise, quantized
+from lightning_obs import (
+    BlockRuns,
+    CalibrationResult,
+    CalibrationSession,
+    calibrate_layerwise,
+    quantized,
+    smooth_inputs,
+)
 from lightning_obs.app.models.pretrained import cache_folder
 
 Subject: TypeAlias = Encoder | Language | Classifier
@@ -133,6 +141,7 @@ def main() -> int:
     parser.add_argument("--rows", nargs="*", help="observer(hyperparameter=value) + gptq(damping=0.1), recipe=...")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="without a name all whose package is installed")
     parser.add_argument("--inputs", choices=["full_precision", "quantized"], help="block by block: what a block reads")
+    parser.add_argument("--smooth", action="store_true", help="smooth inputs first, of every row (smooth_inputs)")
     parser.add_argument("--batches", type=int, help="to calibrate: 16 of 512 tokens, 4 of 16 texts, 8 of 16 pictures")
     parser.add_argument("--batch-size", type=int, default=16, help="texts or pictures of a batch")
     parser.add_argument("--eval-batches", type=int, default=16, help="of 512 tokens, of each text to measure it on")
@@ -147,6 +156,12 @@ def main() -> int:
         parser.error("--peers is for models that read text")
     scheme = options.scheme or {"weights": {"num_bits": options.bits, "group_size": options.group}}
     name = options.scheme or f"int{options.bits}, groups of {options.group}"
+    if options.smooth:
+        start = clock(options.device)
+        smoothed = smooth_inputs(
+            subject.model, subject.batches(), scheme, token_mask=subject.token_mask, ignore=subject.ignore
+        )
+        name += f", {len(smoothed)} inputs smoothed in {clock(options.device) - start:.0f} s"
     is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)
     print(f"{options.model}, {name}: {subject.title}\n")
     texts = [f"{text}: {' / '.join(subject.columns)}" for text in subject.held_out]
