@@ -159,7 +159,7 @@ def main() -> int:
     if options.smooth:
         start = clock(options.device)
         smoothed = smooth_inputs(
-            subject.model, subject.batches(), scheme, token_mask=subject.token_mask, ignore=subject.ignore
+            subject.model, subject.batches(), scheme, token_mask=subject.token_mask, **_options(subject, "scheme")
         )
         name += f", {len(smoothed)} inputs smoothed in {clock(options.device) - start:.0f} s"
     is_goal = options.model == "minilm" and options.scheme is None and (options.bits, options.group) == (4, 64)

@@ -187,10 +187,15 @@ def _budget(run: _Run) -> Iterator[Step]:
 
 
 def _smooth(run: _Run) -> Iterator[Step]:
-    """Outliers of inputs moved into weights, for integer inputs with one scale and weights that were not trained."""
+    """Outliers of inputs moved into weights that were not trained.
+
+    For inputs of integers with one scale, and for inputs of fewer than eight bits.
+    """
     report = run.report
-    scheme = _scheme_with_token_scales(run)
-    if scheme is None or report.options is None or report.quality.was_trained or "float" in "".join(run.schemes):
+    if report.options is None or report.quality.was_trained:
+        return
+    has_one_scale = _scheme_with_token_scales(run) is not None and "float" not in "".join(run.schemes)
+    if not has_one_scale and not _has_narrow_inputs(report.options):
         return
     reason = f"inputs make {percent(run.input_share)} of the noise; the unquantized model's outputs stay the same"
     smoothing = f"smooth_inputs(model, batches, callback.options{_keywords(_mask_argument(report))})"
@@ -300,6 +305,12 @@ def _scheme_with_token_scales(run: _Run) -> str | None:
         return None
     (scheme,) = run.schemes
     return _WITH_TOKEN_SCALES.get(scheme)
+
+
+def _has_narrow_inputs(options: CalibrationOptions) -> bool:
+    """Whether inputs have fewer than eight bits."""
+    inputs = [group.input_activations for group in options.config.config_groups.values()]
+    return any(args is not None and args.num_bits < 8 for args in inputs)
 
 
 def _plain_observers(options: CalibrationOptions) -> dict[str, Any]:

@@ -93,6 +93,16 @@ def test_quantization_loses_less_and_the_estimates_say_so(scheme):
         assert entry.error_after < entry.error_before
 
 
+def test_inputs_of_four_bits_lose_less_though_each_group_has_its_scale():
+    plain = with_outliers(torch.bfloat16)
+    smooth = copy.deepcopy(plain)
+    data = [batch.bfloat16() for batch in batches()]
+    assert smooth_inputs(smooth, data, "NVFP4")
+    assert torch.equal(smooth(data[0]), plain(data[0]))
+    errors = [quantization_error(model, data, "NVFP4") for model in (plain, smooth)]
+    assert errors[1] < 0.8 * errors[0]
+
+
 def test_a_relu_passes_factors_on_and_gelu_does_not():
     torch.manual_seed(0)
     for activation, expected in ((nn.ReLU(), [("0", ("2",))]), (nn.GELU(), [])):

@@ -56,6 +56,15 @@ def test_steps_name_the_token_mask_of_the_run():
     assert "smooth_inputs(model, batches, callback.options, token_mask=callback.batches.token_mask)" in smooth.python
 
 
+@pytest.mark.parametrize(
+    ("scheme", "is_proposed"),
+    [("NVFP4", True), ("MXFP4", True), ("W8A8", False), ("FP8", False), ("NVFP4A16", False), ("W4A16", False)],
+)
+def test_smooth_inputs_are_proposed_for_inputs_of_four_bits(scheme, is_proposed):
+    errors = [layer(f"layers.{i}.down_proj", 16.0, 40.0, 16.0) for i in range(9)]
+    assert ("smooth" in names(run(scheme, errors))) == is_proposed
+
+
 def test_no_step_says_what_another_model_gained():
     spread = [layer(f"layers.{i}.down_proj", 16.0, 18.0, 19.0) for i in range(9)]
     for report in (run(), run("W4A16", spread)):
