@@ -88,7 +88,7 @@ class InputSketch(Observer):
         tokens = rows.shape[1]
         signs, places = _signs_and_places(self.tokens, tokens, self.rank, rows.device)
         self.tokens += tokens
-        sketch = torch.zeros(len(rows), ROWS, rows.shape[-1], device=rows.device)
+        sketch = torch.zeros(len(rows), ROWS, rows.shape[-1], dtype=torch.float32, device=rows.device)
         return (sketch.index_add_(1, places, rows * signs),)
 
     @override

@@ -190,7 +190,7 @@ class _MeanDivergence(torch.autograd.Function):
         gradient = None
         if ctx.needs_input_grad[0]:
             gradient = _empty_gradient(student, teacher, counted)
-        total = torch.zeros((), device=student.device)
+        total = torch.zeros((), dtype=torch.float32, device=student.device)
         for rows in _blocks_of_rows(student, counted):
             sums = _RowSums.of(student, teacher, rows, kept=gradient)
             total += sums.divergences().sum()
@@ -256,9 +256,9 @@ class _Maximum:
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self.largest = torch.full((rows,), -torch.inf, device=device)
+        self.largest = torch.full((rows,), -torch.inf, dtype=torch.float32, device=device)
         self.best = torch.zeros(rows, dtype=torch.long, device=device)
-        self.total = torch.zeros(rows, device=device)
+        self.total = torch.zeros(rows, dtype=torch.float32, device=device)
 
     def add(self, logits: torch.Tensor, first_class: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Add a block of classes; :class:`_RowSums` calls it for one block after the other.
@@ -294,7 +294,7 @@ class _RowSums:
         self.student = _Maximum(rows, device)
         self.teacher = _Maximum(rows, device)
         #: sum of ``exp(t - largest) * (t - s)`` with the logits t of the teacher and s of the student
-        self.difference = torch.zeros(rows, device=device)
+        self.difference = torch.zeros(rows, dtype=torch.float32, device=device)
 
     @classmethod
     def of(

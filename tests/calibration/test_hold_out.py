@@ -43,6 +43,28 @@ def calibrated(model, batches, scheme=INT4, **options) -> CalibrationSession:
     return session
 
 
+def test_the_fit_is_judged_in_float32_whatever_the_default_dtype():
+    """Lightning makes bfloat16 the default while a step runs under precision="bf16-true"."""
+    batches = [tokens(32, seed).bfloat16() for seed in range(4)]
+    fits = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = wide().bfloat16()
+        session = CalibrationSession(model, INT4, **FITTED)
+        session.attach()
+        torch.set_default_dtype(dtype)
+        try:
+            for batch in batches:
+                model(batch)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        session.detach()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            fits.append(session.finalize().fit_errors)
+    assert fits[0]
+    assert fits[0] == fits[1]
+
+
 def held_out_error(model: nn.Module) -> float:
     """The squared error of the first layer's output on tokens that nothing was fitted to."""
     inputs = tokens(4096, seed=2)

@@ -154,6 +154,19 @@ def test_small_gradients_in_float16_reach_a_loss_scaler():
     torch.testing.assert_close(gradient, expected, rtol=1e-2, atol=0)
 
 
+def test_sums_are_in_float32_whatever_the_default_dtype():
+    """Lightning makes bfloat16 the default while a step runs under precision="bf16-true"."""
+    student, teacher = a_pair((2, 40, 300))
+    expected = divergence(student, teacher)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        value = divergence(student, teacher)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert value.dtype == torch.float32
+    assert torch.equal(value, expected)
+
+
 def test_agreement_is_of_the_most_likely_class():
     student, teacher = a_pair((300, 4100))
     with torch.no_grad():
