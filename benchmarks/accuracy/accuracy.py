@@ -243,7 +243,8 @@ def _remarks(result: CalibrationResult) -> tuple[str, ...]:
     if fit:
         remarks.append(fit)
     for counts in result.expert_tokens.values():
-        remarks.append(f"tokens of experts: {counts}")
+        if any(counts):  # a scheme that needs no data has none
+            remarks.append(f"tokens of experts: {counts}")
     return tuple(remarks)
 
 
@@ -299,7 +300,7 @@ def peak_memory(device: str) -> Iterator[list[float]]:
 
 
 def _options(subject: Subject, written: str) -> dict[str, Any]:
-    return {"ignore": subject.ignore, "engines": "unchecked", **options_of(written)}
+    return {"ignore": subject.ignore, "engines": "unchecked", "on_missing": "siblings", **options_of(written)}
 
 
 def options_of(row: str) -> dict[str, Any]:

@@ -127,9 +127,12 @@ def _warn_of_modules_left(observation: Observation, lacking: Sequence[Key], fuse
 
 
 def _texts(keys: Sequence[Key]) -> list[str]:
-    """A text for each tensor that was not observed: ``"layer (input)"``, ``"layer (inputs for its weight)"``."""
+    """A text for each tensor that was not observed: ``"layer (input)"``, ``"layer (inputs for its weight)"``.
+
+    Two observers of a weight that lack its inputs (of its range and its Hessian) have one text.
+    """
     texts = []
     for name, base in keys:
         missing = "inputs for its weight" if base in ("weight", HESSIAN) else base
         texts.append(f"{name} ({missing})")
-    return texts
+    return list(dict.fromkeys(texts))

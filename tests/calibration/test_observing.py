@@ -248,6 +248,12 @@ def test_a_weight_whose_inputs_no_data_reached_is_an_error_that_names_it():
         calibrate(model, WEIGHTED, torch.randn(3, 16))
 
 
+def test_a_weight_that_lacks_inputs_for_its_range_and_for_its_rounding_is_named_once():
+    with pytest.raises(CalibrationError, match="no data reached 4 of 6 observers") as error:
+        calibrate(Experts(), WEIGHTED, torch.randn(3, 16), rounding="gptq")
+    assert str(error.value).count("experts.1 (inputs for its weight)") == 1
+
+
 def test_importance_can_be_done_without_on_request():
     model = Experts()
     scheme = {"weights": {**WEIGHTED["weights"], "observer_kwargs": {"strict": False}}}
