@@ -19,7 +19,7 @@ from lightning_obs.calibration.saved_state import changed_options
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.auto_observers import AutoObservers, split_candidates
 from lightning_obs.callbacks.destinations import ExportTo
-from lightning_obs.callbacks.lightning_package import TrainerFn, class_of
+from lightning_obs.callbacks.lightning_package import TrainerFn, class_of, ends_a_trial
 from lightning_obs.callbacks.observed_batches import ObservedBatches, ValidationSchedule
 from lightning_obs.callbacks.quantized_metrics import QuantizedMetrics
 from lightning_obs.callbacks.results import Results
@@ -354,7 +354,7 @@ class CalibrationCallback(SessionCallback):
         """
         super().teardown(trainer, pl_module, stage)
         has_state = self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated
-        if has_state or self._is_trial(trainer):
+        if has_state or ends_a_trial():
             return
         if stage == TrainerFn.VALIDATING:
             warn(f"{self.label}: the validation has ended and nothing was calibrated: no validation batches were run.")

@@ -72,6 +72,15 @@ def class_of(value: object, *names: str) -> type[Any] | None:
     return None
 
 
+def ends_a_trial() -> bool:
+    """Whether the run that ends now is a search of Lightning's Tuner for a learning rate or a batch size.
+
+    ``teardown`` of both callbacks asks it, because a trial leaves no result. The Tuner ends its trial by an exception
+    of its own, and Lightning calls ``teardown`` while it handles that exception.
+    """
+    return class_of(sys.exc_info()[1], "_TunerExitException") is not None
+
+
 def package_of(cls: type[Any]) -> str | None:
     """Return which package of Lightning a class derives from: ``lightning.pytorch``, ``pytorch_lightning`` or None.
 

@@ -16,7 +16,7 @@ from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.destinations import ExportTo, destinations_of, require_folder_name
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
-from lightning_obs.callbacks.lightning_package import Callback, TrainerFn
+from lightning_obs.callbacks.lightning_package import Callback, ends_a_trial
 from lightning_obs.callbacks.measured_export import export_and_measure
 from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.trainer_session import TrainerSession, describe, leave_in_place, state_in_checkpoint
@@ -59,7 +59,6 @@ class SessionCallback(Callback):
         results: exports, reports, logs, and keeps what validations have logged.
         export_at_end: writes the destinations of ``export_to``; None: there are none.
         parts_of_run: the parts that are stopped when a run ends, however it ends.
-        fit_has_ended: whether the last fit has come to its end; False during a fit, and after a Tuner's trial.
     """
 
     #: Names the state in checkpoints: the states of two calibrations in one Trainer stay apart. Lightning has a
@@ -84,7 +83,6 @@ class SessionCallback(Callback):
             results.checkpoint_folder = export_at_end.folder
             results.files = export_at_end.files
         self.parts_of_run: list[PartOfRun] = [trainer_session, results.first_call, *parts_of_run]
-        self.fit_has_ended = False
 
     # ------------------------------------------------------------------ results
 
@@ -276,7 +274,6 @@ class SessionCallback(Callback):
 
         Where the Trainer has several of these callbacks, the scheme also becomes a part of the names of logged numbers.
         """
-        self.fit_has_ended = False
         if self.export_at_end is not None:
             self.export_at_end.require_possible(trainer)
         leave_in_place(trainer, pl_module)
@@ -303,22 +300,13 @@ class SessionCallback(Callback):
         stop_all(self.parts_of_run)
 
     @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that the fit has come to its end; Lightning does not call this in a trial of its Tuner."""
-        self.fit_has_ended = True
-
-    def _is_trial(self, trainer: Trainer) -> bool:
-        """Whether the run that ends was a Tuner's search for a learning rate or batch size: it leaves no result."""
-        return trainer.state.fn == TrainerFn.FITTING and not self.fit_has_ended
-
-    @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take all hooks off the model, and write the destinations of ``export_to``, but not after a Tuner's trial.
 
         Lightning calls this when a run has ended without an error.
         """
         stop_all(self.parts_of_run)
-        if self.export_at_end is not None and not self._is_trial(trainer):
+        if self.export_at_end is not None and not ends_a_trial():
             self.export_at_end.write(trainer, self.results)
 
 
