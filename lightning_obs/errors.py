@@ -54,21 +54,31 @@ class CalibrationError(ValueError):
 
     def _message(self) -> str:
         """The text of the error, from its parts that are given."""
-        given = {"got": self.got, "expected": self.expected}
-        facts = ", ".join(f"{word} {value}" for word, value in given.items() if value is not None)
+        clauses = {"got": self.got, "expected": self.expected}
+        facts = ", ".join(f"{word} {value}" for word, value in clauses.items() if value is not None)
         text = f"{self.what}{': ' if self.where else ''}{name_list(self.where)}."
         text += f" {facts[0].upper()}{facts[1:]}." if facts else ""
         return f"{text} Remedy: {self.remedy}" if self.remedy else text
 
     def said_of(self, owner: str) -> CalibrationError:
         """Return this error with ``owner`` in front: the rank or the candidate that has failed."""
-        given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
-        return CalibrationError(f"{owner}: {self.what}", **given)
+        clauses: dict[str, Any] = {
+            "where": self.where,
+            "got": self.got,
+            "expected": self.expected,
+            "remedy": self.remedy,
+        }
+        return CalibrationError(f"{owner}: {self.what}", **clauses)
 
     def __reduce__(self) -> tuple[object, ...]:
         # An exception with keyword-only arguments does not survive pickling (spawned ranks) by itself.
-        given: dict[str, Any] = {"where": self.where, "got": self.got, "expected": self.expected, "remedy": self.remedy}
-        return partial(type(self), self.what, **given), ()
+        clauses: dict[str, Any] = {
+            "where": self.where,
+            "got": self.got,
+            "expected": self.expected,
+            "remedy": self.remedy,
+        }
+        return partial(type(self), self.what, **clauses), ()
 
 
 class CalibrationWarning(UserWarning):

@@ -496,9 +496,9 @@ class ModelCalls:
         self._token_weights = token_weights
         self._masks_before = []
         self._calls.depth = 0
-        before = model.register_forward_pre_hook(self._on_call, with_kwargs=True)
-        after = model.register_forward_hook(self._end_call, always_call=True)
-        for handle in (before, after):
+        call_hook = model.register_forward_pre_hook(self._on_call, with_kwargs=True)
+        end_hook = model.register_forward_hook(self._end_call, always_call=True)
+        for handle in (call_hook, end_hook):
             remove_hook = keep_hook_out(model, handle)
             stack.callback(remove_hook)
         if token_weights is not None:

@@ -6,8 +6,10 @@ reading at the callback's hooks: each calls these parts.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -466,7 +468,7 @@ def _begin_validation(callback: QuantizationAwareTraining, trainer: Trainer, pl_
 def _require_own_modules(callback: QuantizationAwareTraining, session: CalibrationSession, trainer: Trainer) -> None:
     """Refuse modules that an earlier callback of the Trainer trains: only one forward can be in a module's place."""
     trained: set[int] = set()
-    for earlier in takewhile(lambda other: other is not callback, trainer.callbacks):
+    for earlier in takewhile(partial(operator.is_not, callback), trainer.callbacks):
         if isinstance(earlier, QuantizationAwareTraining) and earlier.session is not None:
             trained.update(id(target.module) for target in earlier.session.plan.targets)
     refuse(
@@ -481,7 +483,7 @@ def _refuse_finetuning_callbacks(trainer: Trainer, train: str) -> None:
 
     They look up each parameter of the optimizers in the module, and the scales are none of its parameters.
     """
-    names = [type(other).__name__ for other in trainer.callbacks if class_of(other, "BaseFinetuning")]
+    names = [type(callback).__name__ for callback in trainer.callbacks if class_of(callback, "BaseFinetuning")]
     refuse(
         names,
         f"train={train!r} puts scales into the optimizer, and this callback fails at parameters not of the module",

@@ -251,10 +251,10 @@ def _first_paragraph(text: str) -> str:
 
     torch's exporter says only behind the first line which size it could not leave open, and why.
     """
-    paragraphs = [" ".join(part.split()) for part in text.strip().split("\n\n")]
+    paragraphs = [" ".join(paragraph.split()) for paragraph in text.strip().split("\n\n")]
     count = 2 if paragraphs[0].endswith(":") else 1
-    said = " ".join(paragraphs[:count])
-    return said if len(said) <= 500 else f"{said[:500]}..."
+    beginning = " ".join(paragraphs[:count])
+    return beginning if len(beginning) <= 500 else f"{beginning[:500]}..."
 
 
 def _first_cause(error: BaseException) -> BaseException:

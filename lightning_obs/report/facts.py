@@ -149,6 +149,19 @@ class Written:
 
 
 @dataclass
+class OtherRuns:
+    """Runs that the page compares this one with; :meth:`Report.of` makes it of a run's facts.
+
+    Attributes:
+        runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.runs.compared_runs` takes them.
+        against: the ``report.json`` of an earlier run, or its folder.
+    """
+
+    runs: Sequence[Mapping[str, Any]] = ()
+    against: str | os.PathLike[str] | None = None
+
+
+@dataclass
 class Report:
     """The facts of a run. Facts that are left out are not shown.
 
@@ -162,16 +175,15 @@ class Report:
         quality: metrics, predictions, training.
         decisions: sensitivities, a plan of schemes, scores of observers.
         written: sizes and exported files.
+        other_runs: runs to compare this one with.
         options: the options of the calibration.
         token_mask: the callback's option of this name: where to find, in a batch, which tokens count; None: all count.
         layers: the facts of each layer that need no data, by module name.
         counts: the values of each layer's input and how often each was seen, by module name.
         drift: the history of the scales.
-        runs: the rows of other runs beside this one, as :func:`~lightning_obs.report.runs.compared_runs` takes them.
         lines: further lines of the summary; a string is one line.
         provenance: further facts on the origin of the report, by label (command, data, seed...), beside those of
             :func:`~lightning_obs.report.provenance.provenance`.
-        against: the ``report.json`` of an earlier run, or its folder, with which the page compares this run.
         can_run: a function that says whether a next step can run on this model after this run; without it, none is
             proposed.
         extra: further keys of ``report.json``.
@@ -183,15 +195,14 @@ class Report:
     quality: Quality = field(default_factory=Quality)
     decisions: Decisions = field(default_factory=Decisions)
     written: Written = field(default_factory=Written)
+    other_runs: OtherRuns = field(default_factory=OtherRuns)
     options: CalibrationOptions | None = None
     token_mask: str | Callable[[Any], torch.Tensor] | None = None
     layers: Mapping[str, LayerFacts] = field(default_factory=dict)
     counts: Mapping[str, Support] = field(default_factory=dict)
     drift: ScaleDrift | None = None
-    runs: Sequence[Mapping[str, Any]] = ()
     lines: Sequence[str] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
-    against: str | os.PathLike[str] | None = None
     can_run: Callable[[Step], bool] = lambda step: False
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -203,13 +214,16 @@ class Report:
         A callback's ``report()`` has checked the names that a user gives (:func:`fact_names`); an unknown name is a
         KeyError here.
         """
-        of_part: dict[str, dict[str, Any]] = {"quality": {}, "decisions": {}, "written": {}, "report": {}}
+        of_part: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
         for name, fact in facts.items():
             of_part[_PART_OF_FACT[name]][name] = fact
         quality = Quality(**of_part["quality"])
         decisions = Decisions(**of_part["decisions"])
         written = Written(**of_part["written"])
-        return cls(title, quality=quality, decisions=decisions, written=written, **of_part["report"])
+        other_runs = OtherRuns(**of_part["other_runs"])
+        return cls(
+            title, quality=quality, decisions=decisions, written=written, other_runs=other_runs, **of_part["report"]
+        )
 
     @property
     def lost(self) -> str:
@@ -256,15 +270,23 @@ class Report:
         return list(poor)
 
 
+#: the report and its parts, by the names of its fields
+_PARTS: dict[str, type[Any]] = {
+    "report": Report,
+    "quality": Quality,
+    "decisions": Decisions,
+    "written": Written,
+    "other_runs": OtherRuns,
+}
+
+
 def _parts_of_facts() -> dict[str, str]:
-    """By name of a fact, "report", "quality", "decisions" or "written"."""
+    """By name of a fact, the key of ``_PARTS`` whose class holds it."""
     part_of_fact: dict[str, str] = {}
-    parts = {"report": Report, "quality": Quality, "decisions": Decisions, "written": Written}
-    for name_of_part, owner in parts.items():
+    for name_of_part, owner in _PARTS.items():
         for fact in fields(owner):
-            part_of_fact[fact.name] = name_of_part
-    for name in ("title", "quality", "decisions", "written"):
-        del part_of_fact[name]
+            if fact.name != "title" and fact.name not in _PARTS:
+                part_of_fact[fact.name] = name_of_part
     return part_of_fact
 
 

@@ -206,13 +206,13 @@ def _data(report: Report, judgement: Judgement) -> dict[str, Any]:
         for name, verdict in report.result.plan.engines.items():
             data["engines"][name] = asdict(verdict)
     data["layers"] = list(_layers(report))
-    data["runs"] = compared_runs(report.runs)
+    data["runs"] = compared_runs(report.other_runs.runs)
     data["drift"] = None
     if report.drift is not None:
         data["drift"] = {"steps": report.drift.steps, "drifts": report.drift.drifts}
     data["earlier"] = None
-    if report.against is not None:
-        data["earlier"] = compared_with(read_earlier(report.against), data, report.quality.kind_of)
+    if report.other_runs.against is not None:
+        data["earlier"] = compared_with(read_earlier(report.other_runs.against), data, report.quality.kind_of)
         _add_changes(data)
     return data
 

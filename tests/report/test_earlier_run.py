@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_obs import CalibrationCallback, CalibrationError
+from lightning_obs.report.facts import OtherRuns
 from lightning_obs.report.page import write_report
 from tests.callbacks.calibration_modules import Plain, loader, trainer
 from tests.report.runs import layer, run
@@ -39,7 +40,7 @@ def since(folder, tmp_path, **changes):
         errors=layers(a=22.5, b=18.0, c=20.05, new=9.0), metrics={"perplexity": (14.0, 15.0), "acc": (0.9, 0.7)}
     )
     report.written.sizes = (1000, 500)
-    report = replace(report, against=folder, **changes)
+    report = replace(report, other_runs=OtherRuns(against=folder), **changes)
     write_report(tmp_path / "now", report)
     return json.loads((tmp_path / "now" / "report.json").read_text())
 
@@ -77,7 +78,7 @@ def test_the_callback_compares_with_an_earlier_report(tmp_path):
 def test_what_is_no_report_is_refused(tmp_path):
     (tmp_path / "report.json").write_text('{"title": "a"}')
     with pytest.raises(CalibrationError, match=r"report\.json cannot be read.*expected the report\.json that"):
-        write_report(tmp_path / "out", replace(run(), against=tmp_path))
+        write_report(tmp_path / "out", replace(run(), other_runs=OtherRuns(against=tmp_path)))
     with pytest.raises(CalibrationError, match=r"nowhere.* does not exist"):
-        write_report(tmp_path / "out", replace(run(), against=tmp_path / "nowhere"))
+        write_report(tmp_path / "out", replace(run(), other_runs=OtherRuns(against=tmp_path / "nowhere")))
     assert not (tmp_path / "out").exists()

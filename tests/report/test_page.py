@@ -119,9 +119,9 @@ def test_names_are_text_on_the_page_and_steer_no_terminal(tmp_path, capsys):
     evil = '"><$script><script>alert(1)</script>\x1b[2J\ud800'
     report = made_up(1, drift=None, counts={}, sensitivity={}, choices={})
     report.errors = [replace(report.errors[0], name=evil)]
-    report.runs = [{"run": evil, "metric": evil, evil: (None, 1.0), "size": 1, "worst_sqnr": 1.0}]
+    report.other_runs.runs = [{"run": evil, "metric": evil, evil: (None, 1.0), "size": 1, "worst_sqnr": 1.0}]
     print_report(summary(report))
-    print_report(comparison_table(report.runs))
+    print_report(comparison_table(report.other_runs.runs))
     with pytest.raises(CalibrationError) as error:
         refuse([evil], "no data reached a module")
     printed = capsys.readouterr().out + str(error.value)

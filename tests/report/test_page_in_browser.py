@@ -204,7 +204,7 @@ def test_layers_without_depth_are_a_strip_and_unknown_numbers_leave_the_page_who
         {"name": name, "bits_per_weight": 4, "loss": loss} for name, loss in (("a", float("nan")), ("b", 0))
     ]
     report.quality.curves = [{"step": 0, "val_loss": float("nan")}, {"step": 1, "val_loss": 1.0}]
-    report.runs = [{"run": "y", "metric": "m", "m": (1.0, float("nan"))}]
+    report.other_runs.runs = [{"run": "y", "metric": "m", "m": (1.0, float("nan"))}]
     browser.open(write_report(tmp_path, report), fragment="#layer=head")
     assert browser.run("document.querySelector('.grade').textContent") == "Broken"
     assert browser.run("document.querySelector('#map h2').textContent") == "All layers"

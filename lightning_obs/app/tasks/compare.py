@@ -77,7 +77,7 @@ class Evaluate(Task):
         if trainer.is_global_zero:
             shown_size = "" if size is None else f"  size {human_size(size)}"
             say(f"{quality.name} {number(quality.value, 5)}{shown_size}")
-            report = Report(label, runs=[compared(self.report_row)], provenance=run_provenance(self.config))
+            report = Report.of(label, runs=[compared(self.report_row)], provenance=run_provenance(self.config))
             report.extra = {**self.report_row, "config": plain(self.config)}
             say(f"report {write_report(self.config.output_dir, report)}")
 
@@ -202,7 +202,7 @@ def _write_comparison(folder: str, rows: Sequence[Mapping[str, Any]], provenance
         if run["page"] is not None:
             run["page"] = Path(os.path.relpath(run["page"], Path(folder).resolve())).as_posix()
         runs.append(run)
-    report = Report("comparison", runs=runs, provenance=provenance)
+    report = Report.of("comparison", runs=runs, provenance=provenance)
     say(f"report {write_report(folder, report)}")
 
 

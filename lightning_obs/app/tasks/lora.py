@@ -151,7 +151,7 @@ class Lora(Task):
         adapters = shlex.quote(str(self.folder))
         say(f"serve both: vllm serve {base} --enable-lora --lora-modules mine={adapters}")
         say(f"one checkpoint of both: python -m lightning_obs {' '.join(self._words_to_merge(adapters))}")
-        report = Report(label, runs=[compared(self.report_row)], provenance=run_provenance(self.config))
+        report = Report.of(label, runs=[compared(self.report_row)], provenance=run_provenance(self.config))
         report.extra = {**self.report_row, "config": plain(self.config)}
         say(f"report {write_report(self.config.output_dir, report)}")
 
