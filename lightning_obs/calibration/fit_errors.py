@@ -237,9 +237,10 @@ def fit_changes(errors: Mapping[str, FitErrors]) -> tuple[float, float]:
     >>> fit_changes({"a": (0.01, 0.04, 0.02, 0.04)})
     (-0.75, -0.5)
     """
-    fitted, without_data, kept_out, kept_out_without_data = (
-        math.fsum(of_module[place] for of_module in errors.values()) for place in range(4)
-    )
+    sums = []
+    for place in range(4):
+        sums.append(math.fsum(of_module[place] for of_module in errors.values()))
+    fitted, without_data, kept_out, kept_out_without_data = sums
     return _change(fitted, without_data), _change(kept_out, kept_out_without_data)
 
 
