@@ -25,8 +25,8 @@ def provenance(options: CalibrationOptions | None, result: CalibrationResult | N
         options: of the calibration; None: there was none.
         result: of the calibration, whose batches are counted; None: there was none.
     """
-    now = datetime.now(timezone.utc)
-    facts = {"date": now.strftime("%Y-%m-%d %H:%M UTC")}
+    finished_at = datetime.now(timezone.utc)
+    facts = {"date": finished_at.strftime("%Y-%m-%d %H:%M UTC")}
     if options is not None:
         facts["options"] = call_text("CalibrationOptions", options, {})
     if result is not None and result.batches:
