@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -62,15 +62,16 @@ class BaseFile:
         if not self.tensors:
             raise CalibrationError(f"{file} holds no tensors", expected=_EXPECTED, remedy=_CONVERT)
         self._architecture = str(self._value("general.architecture", ""))
-        architectures = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        if self._architecture not in architectures:
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        number = numbers.get(self._architecture)
+        if number is None:
             raise CalibrationError(
                 f"{file}: the installed package gguf has no names for its architecture",
                 got=repr(self._architecture),
                 remedy="pip install -U gguf",
             )
         blocks = int(self._value(f"{self._architecture}.block_count", 0))
-        self._names = gguf.get_tensor_name_map(architectures[self._architecture], blocks)
+        self._names = gguf.get_tensor_name_map(number, blocks)
 
     def _value(self, key: str, default: Any) -> Any:
         """The value of a key of the metadata; ``default`` if the file does not have the key."""
@@ -122,8 +123,10 @@ class BaseFile:
         heads = self._rotated_heads(name)
         if heads and len(weight) % (2 * heads) == 0:
             orders.append(_pairs_of_neighbours(len(weight), heads))
+        dtype = self._dtype(name)
         for order in orders:
-            if _is_rounded(weight[torch.from_numpy(order)], values, self._dtype(name)):
+            reordered = weight[torch.from_numpy(order)]
+            if _is_rounded(reordered, values, dtype):
                 return order
         return None
 
@@ -132,7 +135,8 @@ class BaseFile:
 
         ``gguf_file.py`` compares it with the shapes of the model's weights.
         """
-        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+        sizes = self.tensors[name].shape
+        return tuple(int(size) for size in reversed(sizes))
 
     def values(self, name: str) -> torch.Tensor:
         """Return a tensor of this file in float32, to compare it with the model's weights.
@@ -144,24 +148,30 @@ class BaseFile:
 
         tensor = self.tensors[name]
         with naming(f"{self.path}: {name}", expected=_EXPECTED, remedy=_CONVERT):
-            values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        return torch.from_numpy(np.array(values, dtype=np.float32))
+            dequantized = gguf.dequantize(tensor.data, tensor.tensor_type)
+        values = np.array(dequantized, dtype=np.float32)
+        return torch.from_numpy(values)
 
     def _dtype(self, name: str) -> torch.dtype | None:
         """The dtype of a tensor in torch; None: it is quantized."""
         dtypes = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-        return dtypes.get(self.tensors[name].tensor_type.name)
+        tensor = self.tensors[name]
+        return dtypes.get(tensor.tensor_type.name)
 
     def _rotated_heads(self, name: str) -> int:
         """How many heads a tensor of q or k has; 0: it is another tensor."""
         keys = {"attn_q": "head_count", "attn_k": "head_count_kv"}
-        block, _, role = name.removeprefix("blk.").removesuffix(".weight").partition(".")
+        place = name.removeprefix("blk.").removesuffix(".weight")
+        block, _, role = place.partition(".")
         if role not in keys:
             return 0
-        count = self._value(f"{self._architecture}.attention.{keys[role]}", None)
+        prefix = f"{self._architecture}.attention"
+        count = self._value(f"{prefix}.{keys[role]}", None)
         if count is None:  # without a number of its own k has as many as q
-            count = self._value(f"{self._architecture}.attention.head_count", 0)
-        return int(count[int(block)] if isinstance(count, list) else count)
+            count = self._value(f"{prefix}.head_count", 0)
+        if isinstance(count, list):  # a number for each block
+            count = count[int(block)]
+        return int(count)
 
     # ------------------------------------------------------------------ bytes
 
@@ -193,18 +203,27 @@ class BaseFile:
             kind = types.get(name, int(tensor.tensor_type))
             block_size, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
             encoded = name.encode()
-            table += struct.pack("<Q", len(encoded)) + encoded
+            table += struct.pack("<Q", len(encoded))
+            table += encoded
             table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
-            offset = self._aligned(offset + tensor.n_elements // block_size * block_bytes)
+            blocks = tensor.n_elements // block_size
+            offset = self._aligned(offset + blocks * block_bytes)
         with file.open("wb") as output:
             output.write(header + metadata + table)
             for name, tensor in self.tensors.items():
-                output.write(bytes(self._aligned(output.tell()) - output.tell()))
+                self._pad(output)
                 if name in types:
                     output.write(data(name))
                 else:
-                    output.write(self._reader.data[tensor.data_offset : tensor.data_offset + tensor.n_bytes])
-            output.write(bytes(self._aligned(output.tell()) - output.tell()))
+                    stop = tensor.data_offset + tensor.n_bytes
+                    output.write(self._reader.data[tensor.data_offset : stop])
+            self._pad(output)
+
+    def _pad(self, output: BinaryIO) -> None:
+        """Write zeros up to the position where a tensor may begin; :meth:`write` calls it around each tensor."""
+        position = output.tell()
+        padding = self._aligned(position) - position
+        output.write(bytes(padding))
 
     def _aligned(self, position: int) -> int:
         """The first position at or behind ``position`` where a tensor may begin."""
@@ -223,13 +242,15 @@ class BaseFile:
         replacements: list[tuple[int, int, bytes]] = []  # place and length of the old entry, and the new entry
         for key, value in numbers.items():
             field = self._reader.get_field(key)
-            entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<II", gguf.GGUFValueType.UINT32, value)
+            entry = struct.pack("<Q", len(key)) + key.encode()
+            entry += struct.pack("<II", gguf.GGUFValueType.UINT32, value)
             if field is None:
                 metadata += entry
                 added += 1
             else:
                 length = sum(part.nbytes for part in field.parts)
-                replacements.append((field.offset - begin, length, entry))
+                place = field.offset - begin
+                replacements.append((place, length, entry))
         # the last one first: a new entry of another length moves all entries behind it
         for place, length, entry in sorted(replacements, reverse=True):
             metadata[place : place + length] = entry

@@ -52,7 +52,8 @@ class BlockFormat(NamedTuple):
 
 def _nibbles(codes: NDArray[np.uint8]) -> _Bytes:
     """Four bits of each code: the low halves of bytes are the first half of a block, the high halves the second."""
-    low, high = np.split(codes & 15, 2, axis=1)
+    four_bits = codes & 15
+    low, high = np.split(four_bits, 2, axis=1)
     return low | (high << 4)
 
 
@@ -72,23 +73,27 @@ def _minimum(scale: Any, zero_point: Any, lowest: int) -> _Bytes:
     The scale ``d`` is rounded to float16 before, since llama.cpp multiplies by the rounded scale.
     """
     step = scale.astype(np.float16).astype(np.float32)
-    return _half(step * (lowest - zero_point.astype(np.float32)))
+    steps = lowest - zero_point.astype(np.float32)
+    return _half(step * steps)
 
 
 def _above(codes: Any, lowest: int) -> NDArray[np.uint8]:
     """Codes counted from the lowest code of their format, ``lowest`` (-8 of int4, -16 of int5), so from 0 on."""
-    return (codes.astype(np.int16) - lowest).astype(np.uint8)
+    above = codes.astype(np.int16) - lowest
+    return above.astype(np.uint8)
 
 
 def _q4_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
     """Blocks of Q4_0 (:attr:`BlockFormat.pack`, as are the functions below): scale, 4 bits of each code."""
-    return np.concatenate([_half(scale), _nibbles(_above(codes, -8))], axis=1)
+    nibbles = _nibbles(_above(codes, -8))
+    return np.concatenate([_half(scale), nibbles], axis=1)
 
 
 def _q4_1(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
     """Blocks of Q4_1: scale, minimum, 4 bits of each code."""
     minimum = _minimum(scale, zero_point, -8)
-    return np.concatenate([_half(scale), minimum, _nibbles(_above(codes, -8))], axis=1)
+    nibbles = _nibbles(_above(codes, -8))
+    return np.concatenate([_half(scale), minimum, nibbles], axis=1)
 
 
 def _q5_0(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
@@ -115,7 +120,9 @@ def _mxfp4(codes: Any, scale: Any, zero_point: Any) -> _Bytes:
     Their codes are the bits of e2m1 already, and llama.cpp numbers its four-bit floats in the same way.
     """
     _, exponent = np.frexp(scale)  # scale = 0.5 * 2 ** exponent: 2 ** (exponent - 1), with the bias exponent + 126
-    return np.concatenate([(exponent + 126).astype(np.uint8), _nibbles(codes.view(np.uint8))], axis=1)
+    biased = exponent + 126
+    nibbles = _nibbles(codes.view(np.uint8))
+    return np.concatenate([biased.astype(np.uint8), nibbles], axis=1)
 
 
 #: every format that is written; :func:`format_for` takes the first one that fits
@@ -159,8 +166,9 @@ def format_for(args: QuantizationArgs, columns: int) -> BlockFormat | None:
     # The one format of floats is MXFP4: its scales are powers of two (uint8), and MX has groups of 32 only.
     if args.type == "float" and (args.scale_dtype != torch.uint8 or columns_of_scale != BLOCK):
         return None
+    numbers = number_format(args)
     for block_format in FORMATS:
-        if block_format.numbers == number_format(args) and block_format.symmetric == args.symmetric:
+        if block_format.numbers == numbers and block_format.symmetric == args.symmetric:
             return block_format
     return None
 
@@ -179,7 +187,8 @@ def to_blocks(weight: StoredWeight, block_format: BlockFormat) -> _Bytes:
     codes = weight.codes.cpu().numpy().reshape(-1, BLOCK)
     scale = _of_each_block(weight.range.scale, rows, columns)
     zero_point = _of_each_block(weight.range.zero_point, rows, columns)
-    return block_format.pack(codes, scale, zero_point).reshape(rows, -1)
+    blocks = block_format.pack(codes, scale, zero_point)
+    return blocks.reshape(rows, -1)
 
 
 def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
@@ -190,9 +199,12 @@ def _of_each_block(values: torch.Tensor, rows: int, columns: int) -> Any:
         rows: the number of the weight's rows.
         columns: the number of the weight's columns.
     """
-    matrix = values.float().cpu().reshape(-1, values.shape[-1]).expand(rows, -1)
-    blocks_each = columns // BLOCK // matrix.shape[1]
-    return matrix.repeat_interleave(blocks_each, dim=1).reshape(-1, 1).numpy()
+    groups = values.shape[-1]
+    matrix = values.float().cpu().reshape(-1, groups)
+    of_all_rows = matrix.expand(rows, -1)
+    blocks_of_group = columns // BLOCK // groups
+    of_all_blocks = of_all_rows.repeat_interleave(blocks_of_group, dim=1)
+    return of_all_blocks.reshape(-1, 1).numpy()
 
 
 class InFloat16(NamedTuple):
@@ -218,5 +230,9 @@ class InFloat16(NamedTuple):
         """
         if block_format.name == "MXFP4":
             return cls(True, True)
-        error = (scale.half().double() - scale.double()).abs()
-        return cls(bool((error == 0).all()), bool((error <= _FLOAT16_ERROR * scale.double().abs().max()).all()))
+        exact = scale.double()
+        error = (scale.half().double() - exact).abs()
+        tolerance = _FLOAT16_ERROR * exact.abs().max()
+        is_exact = bool((error == 0).all())
+        is_close = bool((error <= tolerance).all())
+        return cls(is_exact, is_close)

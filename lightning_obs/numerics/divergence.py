@@ -62,7 +62,8 @@ class HeadLogits:
 
     def flat(self) -> HeadLogits:
         """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
-        return replace(self, hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+        channels = self.hidden.shape[-1]
+        return replace(self, hidden=self.hidden.reshape(-1, channels))
 
     @torch.no_grad()
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
@@ -71,8 +72,9 @@ class HeadLogits:
         Called for each block of the student's logits.
         """
         hidden = self.hidden[rows]
+        weight = self.weight[classes].to(hidden.dtype)
         bias = None if self.bias is None else self.bias[classes].to(hidden.dtype)
-        return F.linear(hidden, self.weight[classes].to(hidden.dtype), bias)
+        return F.linear(hidden, weight, bias)
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,9 @@ class TensorLogits:
 
     def flat(self) -> TensorLogits:
         """The same logits as ``(positions, classes)``; :func:`divergence` calls it before it reads blocks."""
-        return TensorLogits(self.tensor.detach().reshape(-1, self.tensor.shape[-1]))
+        classes = self.tensor.shape[-1]
+        flat = self.tensor.detach().reshape(-1, classes)
+        return TensorLogits(flat)
 
     def block(self, rows: torch.Tensor | slice, classes: slice) -> torch.Tensor:
         """The logits ``(rows, classes)`` of some rows and classes. The object must be flat (:meth:`flat`).
@@ -147,7 +151,8 @@ def divergence(student: torch.Tensor, teacher: Logits | torch.Tensor, mask: torc
         )
     counted = None
     if mask is not None and mask.shape == student.shape[:-1]:
-        counted = mask.to(student.device).flatten().nonzero().squeeze(-1)
+        flags = mask.to(student.device).flatten()
+        counted = flags.nonzero().squeeze(-1)
     rows = student.reshape(-1, student.shape[-1])
     mean: torch.Tensor = _MeanDivergence.apply(rows, teacher.flat(), counted)
     return mean
@@ -172,7 +177,8 @@ def compare(logits: torch.Tensor, original: torch.Tensor) -> tuple[torch.Tensor,
     for rows in _blocks_of_rows(logits, None):
         sums = _RowSums.of(logits, TensorLogits(original), rows)
         divergence_sum += sums.divergences().sum()
-        agreeing += (sums.student.best == sums.teacher.best).sum()
+        agrees = sums.student.best == sums.teacher.best
+        agreeing += agrees.sum()
     return divergence_sum, agreeing
 
 
@@ -199,7 +205,8 @@ class _MeanDivergence(torch.autograd.Function):
         ctx.save_for_backward(student, counted)
         ctx.teacher = teacher
         ctx.gradient = gradient
-        ctx.positions = max(1, len(student if counted is None else counted))
+        positions = student if counted is None else counted
+        ctx.positions = max(1, len(positions))
         return total / ctx.positions
 
     @staticmethod
@@ -213,7 +220,8 @@ class _MeanDivergence(torch.autograd.Function):
             for rows in _blocks_of_rows(student, counted):
                 sums = _RowSums.of(student, ctx.teacher, rows, kept=gradient)
                 _replace_by_gradient(gradient, student, sums, rows)
-        gradient.mul_(grad / ctx.positions)
+        grad_of_position = grad / ctx.positions
+        gradient.mul_(grad_of_position)
         return gradient.to(student.dtype), None, None
 
 
@@ -223,8 +231,8 @@ def _empty_gradient(student: torch.Tensor, teacher: Logits, counted: torch.Tenso
     Rows that do not count have zeros. It is in bfloat16 where student and teacher are, else in float32: in float16,
     small gradients would be lost before a loss scaler enlarges them.
     """
-    dtypes = {student.dtype, teacher.dtype}
-    dtype = torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+    are_bfloat16 = student.dtype == teacher.dtype == torch.bfloat16
+    dtype = torch.bfloat16 if are_bfloat16 else torch.float32
     if counted is None:
         return torch.empty_like(student, dtype=dtype)
     return torch.zeros_like(student, dtype=dtype)
@@ -278,13 +286,15 @@ class _Maximum:
         reference = largest.clamp_min(torch.finfo(largest.dtype).min)  # all excluded so far: exp(-inf), not NaN
         exponentials = logits.sub(reference[:, None]).exp_()
         shrinkage = self.largest.sub(reference).exp_()
-        self.total = self.total * shrinkage + exponentials.sum(-1)
+        earlier_total = self.total * shrinkage
+        self.total = earlier_total + exponentials.sum(-1)
         self.largest = largest
         return exponentials, shrinkage
 
     def normalizer(self) -> torch.Tensor:
         """The logarithm of the sum of ``exp(logit)`` over all classes, ``(rows,)``; the gradient subtracts it."""
-        return self.largest + self.total.log()
+        log_total = self.total.log()
+        return self.largest + log_total
 
 
 class _RowSums:
@@ -326,7 +336,8 @@ class _RowSums:
             difference = teacher_logits - student_logits
             # NaN is inf - inf: both models exclude the class. A NaN logit still shows in the totals.
             difference.nan_to_num_(nan=0.0, posinf=_FOR_INFINITE, neginf=-_FOR_INFINITE)
-            sums.difference = sums.difference * shrinkage + exponentials.mul_(difference).sum(-1)
+            earlier_difference = sums.difference * shrinkage
+            sums.difference = earlier_difference + exponentials.mul_(difference).sum(-1)
         assert sums is not None
         return sums
 

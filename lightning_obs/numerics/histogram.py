@@ -152,13 +152,14 @@ def linear_bins(occupied: Support, bins: int) -> tuple[float, float, list[int]]:
     >>> linear_bins(Support(torch.tensor([-1.0, 0.0, 1.0]), torch.tensor([1, 5, 2])), 2)
     (-1.0, 1.0, [1, 7])
     """
-    low = float(occupied.values[0])
-    high = float(occupied.values[-1])
+    values = occupied.values
+    low = float(values[0])
+    high = float(values[-1])
     width = high - low
     if width == 0:
         width = 1.0
-    place = (occupied.values.double() - low) / width * bins
-    place = place.long().clamp(0, bins - 1)
+    share = (values.double() - low) / width
+    place = (share * bins).long().clamp(0, bins - 1)
     counts = torch.zeros(bins, dtype=torch.int64, device=place.device)
     counts.index_add_(0, place, occupied.counts)
     return low, high, counts.tolist()
@@ -203,7 +204,8 @@ def percentile_range(
     values, numbers = support(counts, low, high)
     cumulative = numbers.cumsum(0)
     total = int(cumulative[-1])
-    share = Fraction(str(percentile)) / 100  # exact: 99.9 % is 999/1000 here, not the nearest float
+    percent = Fraction(str(percentile))  # exact: 99.9 % is 999/1000 here, not the nearest float
+    share = percent / 100
     covered = share * total
     rank = math.ceil(covered)
     if rank >= total:
@@ -300,8 +302,9 @@ class _Distribution:
 
         The arguments are the candidates' scales, zero points, and lower and upper ends, ``(C, 1)`` each.
         """
-        is_above_low = self.values >= low
-        inside = is_above_low & (self.values <= high)
+        reaches_low = self.values >= low
+        is_up_to_high = self.values <= high
+        inside = reaches_low & is_up_to_high
         counts = inside * self.numbers
         widths = inside * self.widths
         level = self._levels(scale, zero_point)
@@ -314,7 +317,8 @@ class _Distribution:
         log_ratio = ratio.log()
         terms = reference * log_ratio
         terms = torch.where(inside, terms, 0)
-        divergence = (terms.sum(1) + covered) / self.total - 1
+        total = terms.sum(1) + covered
+        divergence = total / self.total - 1
         return torch.where(covered > 0, divergence, torch.inf)
 
     def _levels(self, scale: torch.Tensor, zero_point: torch.Tensor) -> torch.Tensor:
@@ -330,8 +334,10 @@ class _Distribution:
         self, counts: torch.Tensor, inside: torch.Tensor, low: torch.Tensor, high: torch.Tensor
     ) -> torch.Tensor:
         """Add the counts outside each range to its outermost bins, in place; returns ``counts``, ``(C, B)``."""
-        below = (self.values < low) * self.numbers
-        above = (self.values > high) * self.numbers
+        is_below = self.values < low
+        is_above = self.values > high
+        below = is_below * self.numbers
+        above = is_above * self.numbers
         number_of_bins = len(self.values)
         first = inside.int().argmax(1, keepdim=True)
         from_last = inside.flip(1).int().argmax(1, keepdim=True)

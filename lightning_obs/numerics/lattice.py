@@ -64,11 +64,12 @@ def find_lattice(observed: torch.Tensor, args: QuantizationArgs, signed: bool) -
     shape = observed.shape[1:-1]
     rows = observed.flatten(1, -2).transpose(0, 1).flatten(1)
     roundoff = _roundoff_of(rows)
-    height = max(1, tile_size(rows.device, _TILE) // max(1, rows.shape[1]))
+    width = max(1, rows.shape[1])
+    height = max(1, tile_size(rows.device, _TILE) // width)
     tiles = []
     for tile in rows.split(height):
         tiles.append(_find_in_rows(tile, args, signed, roundoff))
-    step, lowest, exact = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+    step, lowest, exact = map(torch.cat, zip(*tiles, strict=True))
     return Lattice(step.reshape(shape), lowest.reshape(shape), exact.reshape(shape))
 
 
@@ -100,14 +101,16 @@ def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roun
         if 3 * roundoff * k > _TELLING_DISTANCE:
             break
         tolerance = k * relative_tolerance
-        may_fit = is_open & (_distance_to_integers(first_ratios * k) <= tolerance)
+        first_fit = _distance_to_integers(first_ratios * k) <= tolerance
+        may_fit = is_open & first_fit
         candidates = may_fit.nonzero()[:, 0]
         in_steps = ratios[candidates] * k
         fits = _distance_to_integers(in_steps) <= tolerance
         candidates = candidates[fits]
         integers = in_steps[fits].round()
         sign = _sign_of_step(integers, levels, args.symmetric, signed)
-        steps = _step_in_all_intervals(values[candidates].double(), integers.double(), roundoff)
+        candidate_values = values[candidates]
+        steps = _step_in_all_intervals(candidate_values.double(), integers.double(), roundoff)
         step[candidates] = steps * sign
         is_open = is_open & (step == 0)
     return _lattice_of(rows, values, step, levels, args.symmetric)
@@ -115,7 +118,8 @@ def _find_in_rows(rows: torch.Tensor, args: QuantizationArgs, signed: bool, roun
 
 def _distance_to_integers(rows: torch.Tensor) -> torch.Tensor:
     """For each row, the largest distance of a number to its nearest integer, ``(n,)``."""
-    return (rows - rows.round()).abs().amax(1)
+    distances = (rows - rows.round()).abs()
+    return distances.amax(1)
 
 
 def _sign_of_step(integers: torch.Tensor, levels: int, symmetric: bool, signed: bool) -> torch.Tensor:
@@ -127,21 +131,28 @@ def _sign_of_step(integers: torch.Tensor, levels: int, symmetric: bool, signed: 
     half = levels // 2
     fits = (low >= -half) & (high < half)
     fits_turned = signed & (high <= half) & (low > -half)
-    return torch.where(fits, 1.0, torch.where(fits_turned, -1.0, 0.0)).double()
+    sign_of_misfits = torch.where(fits_turned, -1.0, 0.0)
+    sign = torch.where(fits, 1.0, sign_of_misfits)
+    return sign.double()
 
 
 def _step_in_all_intervals(values: torch.Tensor, integers: torch.Tensor, roundoff: float) -> torch.Tensor:
     """The positive step ``(n,)`` with which the integers give all values ``(n, G)`` of a row; 0 where there is none."""
     _, exponent = torch.frexp(values)
-    half_distance = torch.ldexp(torch.full_like(values, roundoff), exponent - 1)
+    roundoffs = torch.full_like(values, roundoff)
+    half_distance = torch.ldexp(roundoffs, exponent - 1)
     is_zero = integers == 0
     divisor = torch.where(is_zero, 1.0, integers).abs()
     magnitude = values.abs()
-    low = ((magnitude - half_distance) / divisor).masked_fill(is_zero, 0.0).amax(1)
-    high = ((magnitude + half_distance) / divisor).masked_fill(is_zero, torch.inf).amin(1)
+    lows = (magnitude - half_distance) / divisor
+    highs = (magnitude + half_distance) / divisor
+    low = lows.masked_fill_(is_zero, 0.0).amax(1)
+    high = highs.masked_fill_(is_zero, torch.inf).amin(1)
     middle = (low + high) / 2
-    zeros_are_zero = (values.masked_fill(~is_zero, 0.0) == 0).all(1)
-    has_step = zeros_are_zero & (low - high <= _SLACK * roundoff * middle)
+    slack = _SLACK * roundoff * middle
+    values_of_zeros = values.masked_fill(~is_zero, 0.0)
+    zeros_are_zero = (values_of_zeros == 0).all(1)
+    has_step = zeros_are_zero & (low - high <= slack)
     return torch.where(has_step, middle, 0.0)
 
 
@@ -157,9 +168,10 @@ def _lattice_of(rows: torch.Tensor, values: torch.Tensor, step: torch.Tensor, le
     lowest = torch.full_like(stored, -half)
     if not symmetric:
         # As close to a symmetric range as the integers allow.
-        above = integers.amax(1).clamp_min(0) - (levels - 1)
-        below = integers.amin(1).clamp_max(0)
-        lowest = torch.minimum(torch.maximum(torch.full_like(above, -half), above), below).to(rows.dtype)
+        high = integers.amax(1).clamp_min(0)
+        low = integers.amin(1).clamp_max(0)
+        reaching_high = (high - (levels - 1)).clamp_min(-half)
+        lowest = torch.minimum(reaching_high, low).to(rows.dtype)
     products = integers.to(rows.dtype) * stored[:, None]
     exact = (products == rows).all(1)
     return Lattice(stored, lowest, exact)

@@ -89,7 +89,9 @@ def _is_positive(tensor: torch.Tensor, absolute: bool) -> torch.Tensor:
     if absolute:
         values = values.abs()
     low, high = torch.aminmax(values)  # both are NaN if any value is
-    return (low > 0) & (high < torch.inf)
+    is_above_zero = low > 0
+    is_finite = high < torch.inf
+    return is_above_zero & is_finite
 
 
 def all_zero(tensors: Sequence[torch.Tensor]) -> list[bool]:

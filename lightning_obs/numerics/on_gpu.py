@@ -90,12 +90,11 @@ def _difference(device: torch.device) -> float:
     grid = NumberGrid.of(QuantizationArgs(num_bits=4, group_size=128))
     values = torch.linspace(-1, 1, 4096, device=device).pow(3)
     rows = values.bfloat16().view(32, 128)
-    return float(
-        _difference_of_errors(rows, grid)
-        + _difference_of_levels(values.view(64, 64), grid)
-        + _difference_of_counts(rows)
-        + _difference_of_squares(rows)
-    )
+    difference = _difference_of_errors(rows, grid)
+    difference += _difference_of_levels(values.view(64, 64), grid)
+    difference += _difference_of_counts(rows)
+    difference += _difference_of_squares(rows)
+    return float(difference)
 
 
 def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
@@ -108,7 +107,8 @@ def _difference_of_errors(rows: torch.Tensor, grid: NumberGrid) -> torch.Tensor:
     scale, _ = candidates.qparams(grid)  # (K, R)
     expected_differences = grid.error(rows.float(), scale[..., None], None)
     expected = expected_differences.abs().pow(_NORM).sum(-1)
-    errors = torch.stack([_errors_of_candidate(rows, candidates, k, grid) for k in range(len(factors))])
+    errors_of_candidates = [_errors_of_candidate(rows, candidates, k, grid) for k in range(len(factors))]
+    errors = torch.stack(errors_of_candidates)
     relative = (errors - expected) / expected
     return relative.abs().max()
 
@@ -118,7 +118,8 @@ def _errors_of_candidate(rows: torch.Tensor, candidates: Candidates, number: int
 
     The loop returns least errors, so it is called with this candidate alone.
     """
-    alone = candidates._replace(factors=candidates.factors[number : number + 1])
+    factor = candidates.factors[number : number + 1]
+    alone = candidates._replace(factors=factor)
     view = rows[None, :, None]
     everything = slice(0, len(rows))
     return measure_ranges(view, everything, None, alone, grid, _NORM).least
@@ -351,10 +352,11 @@ def round_panel_plainly(
         column = left[i]
         steps = column / step[i]
         levels[i] = grid.round(steps + zero[i])
-        dequantized = (levels[i] - zero[i]) * step[i]
+        rounded_steps = levels[i] - zero[i]
+        dequantized = rounded_steps * step[i]
         errors[i] = (column - dequantized) / factor[i, i]
-        later_columns = left[i + 1 :]
-        later_columns.addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+        later = slice(i + 1, None)
+        left[later].addr_(factor[i, later], errors[i], alpha=-1)
     return levels, errors
 
 

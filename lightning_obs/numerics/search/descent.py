@@ -53,7 +53,8 @@ class _Factors(NamedTuple):
         first = on_device(tuple(search.factors), device)[:, None, None]
         half = len(first) // 2
         number = torch.arange(-half, half + 1, device=device)[:, None, None]
-        step = first[:2].max() - first[:2].min()
+        first_two = first[:2]
+        step = first_two.max() - first_two.min()
         around = number * step
         return cls(first, around)
 
@@ -64,7 +65,8 @@ class _Factors(NamedTuple):
         """
         if sweep == 0:
             return self.first.expand(-1, *chosen.shape)
-        return chosen * (self.around / 2 ** (sweep - 1) + 1)
+        distances = self.around / 2 ** (sweep - 1)
+        return chosen * (distances + 1)
 
 
 class _Scales(NamedTuple):
@@ -81,8 +83,9 @@ class _Scales(NamedTuple):
     def best(self, candidate: torch.Tensor) -> _Scales:
         """Pick one candidate for each scale: from ``(K, S, 1, 1)`` by indices ``(S,)``, to ``(S, 1, 1)``."""
         index = candidate[None, :, None, None]
+        scale = self.scale.gather(0, index)[0]
         zero_point = None if self.zero_point is None else self.zero_point.gather(0, index)[0]
-        return _Scales(self.scale.gather(0, index)[0], zero_point)
+        return _Scales(scale, zero_point)
 
 
 @exact_products()
@@ -113,10 +116,11 @@ def descend(
     size = weight.shape[1] * max(height, candidate_rows)
     step = max(1, tile_size(weight.device, _ROWS) // size)
     for start in range(0, len(low), step):
-        part = slice(start, min(start + step, len(low)))
-        lines_of_part = slice(part.start * height, part.stop * height)
-        values = weight[lines_of_part].float()
-        factors = _descend_rows(values, (low[part], high[part]), hessian, search.grid, tried, sweeps)
+        stop = min(start + step, len(low))
+        part = slice(start, stop)
+        values = weight[start * height : stop * height].float()
+        ends = low[part], high[part]
+        factors = _descend_rows(values, ends, hessian, search.grid, tried, sweeps)
         low[part] = shrink(low[part], factors)
         high[part] = shrink(high[part], factors)
     return low, high
@@ -145,8 +149,9 @@ def _descend_rows(
         highs = shrink(high, candidates)
         qparams = _Scales(*grid.qparams(lows, highs))
         for k in range(low.shape[1]):
-            columns = slice(k * width, (k + 1) * width)
-            stop = k * width if sweep == 0 else None
+            start = k * width
+            columns = slice(start, start + width)
+            stop = start if sweep == 0 else None
             before = slice(0, stop)  # in the first sweep, only earlier columns have errors
             error[:, columns] = 0
             others = error[:, before] @ hessian[before, columns]
@@ -154,7 +159,8 @@ def _descend_rows(
             scales = qparams.at((..., k))
             best, error[:, columns] = _choose(values[:, columns], others * 2, group_hessian, scales, grid)
             index = best.clamp(min=0).unsqueeze(0)
-            chosen = candidates[..., k].gather(0, index)[0]
+            column_candidates = candidates[..., k]
+            chosen = column_candidates.gather(0, index)[0]
             factors[:, k] = torch.where(best < 0, factors[:, k], chosen)
     return factors
 
@@ -185,8 +191,7 @@ def _choose(
     others = others.contiguous().view(scales, -1, shape[1])
     step = max(1, tile_size(values.device, _TILE) // values.numel())
     for first in range(0, count, step):
-        stop = first + step
-        some = slice(first, stop)
+        some = slice(first, first + step)
         error = grid.error(values, *spread.at(some))
         gradient = error @ hessian
         gradient.add_(others)

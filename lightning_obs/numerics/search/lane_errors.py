@@ -119,7 +119,9 @@ def measure_rows(
         outcome: receives which candidates improve the rows. If it has no rows, nothing is compared; the caller reads
             ``errors`` (pieces of a long row).
     """
-    size = values.shape[2] * values.shape[3]
+    lines = values.shape[2]
+    width = values.shape[3]
+    size = lines * width
     share = lanes_of(size)
     side = LANES // share
     steps = -(-size // share)
@@ -132,7 +134,8 @@ def measure_rows(
     candidate.high[:] = measure.numbers.high
     least = Least(lanes(), lanes(), lanes())
     ones = np.ones(side, f32)
-    may_give_up = span.is_whole and side <= _MOST_ROWS
+    has_few_rows = side <= _MOST_ROWS
+    may_give_up = span.is_whole and has_few_rows
     for row in range(span.start, span.stop, side):
         end = min(row + side, span.stop)
         units = block.units[: end - row]

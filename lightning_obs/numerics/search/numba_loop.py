@@ -50,8 +50,10 @@ def can_run(rows: Rows, search: GridSearch) -> bool:
 
 def _knows(grid: NumberGrid) -> bool:
     """Whether the loop can use a format: symmetric, or integers with integer zero points."""
-    has_integer_zeros = grid.number is None and grid.args.zp_dtype in (None, torch.int8)
-    return bool(grid.args.symmetric) or has_integer_zeros
+    is_symmetric = bool(grid.args.symmetric)
+    is_integer = grid.number is None
+    has_integer_zeros = grid.args.zp_dtype in (None, torch.int8)
+    return is_symmetric or (is_integer and has_integer_zeros)
 
 
 def measure(
@@ -115,7 +117,8 @@ class _Loop:
         values = self._source(self.view)
         weights = self._source(self.weights)
         side = self.lanes.LANES // self.lanes.lanes_of(self.size)
-        blocks = max(1, _SHARE // self.size // side)
+        rows = _SHARE // self.size
+        blocks = max(1, rows // side)
         step = blocks * side
 
         def work(start: int) -> None:

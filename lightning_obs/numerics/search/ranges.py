@@ -159,8 +159,10 @@ class _Visit:
         least = None
         idle = 0
         while idle < limit and len(improved) < len(self.factors):
-            wanted = slice(len(improved), len(improved) + limit - idle)
-            further, least = self._measure(everything, self.factors[wanted], least)
+            start = len(improved)
+            stop = start + limit - idle
+            factors = self.factors[start:stop]
+            further, least = self._measure(everything, factors, least)
             improved = torch.cat([improved, further])
             latest = last_improvement(improved).max().item()
             idle = len(improved) - int(latest)

@@ -59,7 +59,8 @@ class Rows:
 
         Asked by the search, and by the loop that numba compiles.
         """
-        return self.device.type == "cpu" and self.size > LONG
+        is_on_cpu = self.device.type == "cpu"
+        return is_on_cpu and self.size > LONG
 
     def observed_range(self) -> Range:
         """Smallest and largest value of every row, ``(R,)`` each: the ranges that a search shrinks.
@@ -67,7 +68,9 @@ class Rows:
         ``ranges.py`` calls it at the beginning of a search.
         """
         low, high = extremes(self.view)
-        return low.reshape(-1).to(self.dtype), high.reshape(-1).to(self.dtype)
+        low = low.reshape(-1)
+        high = high.reshape(-1)
+        return low.to(self.dtype), high.to(self.dtype)
 
     def parts(self, part: slice, length: int) -> Iterator[slice]:
         """Cut consecutive rows into parts of at most ``length`` rows; searches and loops visit one part at a time.
@@ -91,9 +94,10 @@ class Rows:
             height = max(1, tile // width)
             width = min(width, tile)
         for n in range(0, self.view.shape[2], height):
+            lines = slice(n, n + height)
             for g in range(0, self.view.shape[3], width):
                 columns = slice(g, g + width)
-                values = self._values(part, slice(n, n + height), columns)
+                values = self._values(part, lines, columns)
                 importance = self._importance(part, columns)
                 if importance is not None:
                     importance = importance.unsqueeze(1).expand(values.shape).flatten(1)
@@ -109,7 +113,8 @@ class Rows:
         for line in range(first_line, last_line + 1):
             number = line * columns  # of its first row
             start = max(0, part.start - number)
-            lines.append(self.view[line, start : part.stop - number, n, g])
+            stop = part.stop - number
+            lines.append(self.view[line, start:stop, n, g])
         return lines[0] if len(lines) == 1 else torch.cat(lines)
 
     def _importance(self, part: slice, g: slice) -> torch.Tensor | None:
@@ -134,7 +139,8 @@ def rows_of_observed(
     is_plain = importance is None and hessian is None
     if is_plain and flat.shape[1] == 1 and flat.is_contiguous():
         flat = flat.reshape(1, 1, -1)  # one line of N * G values instead of N lines
-    return Rows(flat.transpose(0, 1).unsqueeze(0), importance, None, hessian)
+    by_scale = flat.transpose(0, 1)
+    return Rows(by_scale.unsqueeze(0), importance, None, hessian)
 
 
 def rows_of_counts(observed: torch.Tensor) -> Rows | None:

@@ -46,13 +46,15 @@ def measure(
         ``improved``, ``(C, r)``: whether a candidate's error is below those of all candidates before it, earlier ones
         included; and ``least``, ``(r,)``: the least errors so far, of earlier candidates and these.
     """
-    length = _ERRORS // len(candidates.factors)
+    count = len(candidates.factors)
+    length = _ERRORS // count
     flags = []
     least_errors = []
     for few in rows.parts(part, length):
-        columns = slice(few.start - part.start, few.stop - part.start)
+        columns = _counted_from(part.start, few)
         errors = errors_of(rows, few, candidates.of_rows(columns), search)
-        improved, least_error = improvements(errors, None if least is None else least[columns])
+        earlier = None if least is None else least[columns]
+        improved, least_error = improvements(errors, earlier)
         flags.append(improved)
         least_errors.append(least_error)
     if len(flags) == 1:
@@ -70,9 +72,15 @@ def errors_of(rows: Rows, part: slice, candidates: Candidates, search: GridSearc
     length = tile_size(rows.device, _TILE) // rows.size
     errors = []
     for tile in rows.parts(part, length):
-        columns = slice(tile.start - part.start, tile.stop - part.start)
-        errors.append(_errors_of_tile(rows, tile, candidates.of_rows(columns), search))
+        columns = _counted_from(part.start, tile)
+        tile_candidates = candidates.of_rows(columns)
+        errors.append(_errors_of_tile(rows, tile, tile_candidates, search))
     return errors[0] if len(errors) == 1 else torch.cat(errors, 1)
+
+
+def _counted_from(first: int, part: slice) -> slice:
+    """The rows of ``part``, counted from the row ``first``: their place in results of the rows from there on."""
+    return slice(part.start - first, part.stop - first)
 
 
 def _errors_of_tile(rows: Rows, part: slice, candidates: Candidates, search: GridSearch) -> torch.Tensor:
@@ -92,9 +100,10 @@ def _errors_of_tile(rows: Rows, part: slice, candidates: Candidates, search: Gri
         step = max(1, length // values.numel())
         for first in range(0, len(scale), step):
             some = slice(first, first + step)
+            scales = scale[some].unsqueeze(-1)
             zeros = None if zero_point is None else zero_point[some].unsqueeze(-1)
-            padded, error = _room_for_power(values, len(scale[some]))
-            search.grid.error(values, scale[some].unsqueeze(-1), zeros, out=error)
+            padded, error = _room_for_power(values, len(scales))
+            search.grid.error(values, scales, zeros, out=error)
             if rows.hessian is not None:
                 lost = quadratic_form(error, rows.hessian)
             else:
@@ -112,7 +121,8 @@ def _room_for_power(values: torch.Tensor, candidates: int) -> tuple[torch.Tensor
     (:func:`_raise_to`), the vectorised loop computes all errors.
     """
     count = candidates * values.numel()
-    padded = values.new_empty(count + -count % _STEP)
+    padding = -count % _STEP
+    padded = values.new_empty(count + padding)
     return padded, padded[:count].view(candidates, *values.shape)
 
 
@@ -140,7 +150,8 @@ def quadratic_form(error: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     repeats, parts, width, _ = hessian.shape
     candidates, rows, size = error.shape
     times = candidates * rows // repeats
-    apart = error.view(times, repeats, size // (parts * width), parts, width)
+    observations = size // (parts * width)
+    apart = error.view(times, repeats, observations, parts, width)
     vectors = apart.permute(1, 3, 0, 2, 4).reshape(repeats * parts, -1, width)
     products = torch.bmm(vectors, hessian.view(-1, width, width))
     lost = products.mul_(vectors).sum(-1)
