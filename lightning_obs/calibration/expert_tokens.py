@@ -192,21 +192,28 @@ class ExpertWatch:
                 waiting_observers.append(observer)
             else:
                 immediate_observers.append(observer)
-        if not waiting_observers:
-            return immediate_observers
+        if waiting_observers:
+            self._make_room(waiting_observers, value, measured)
+            for observer in waiting_observers:
+                activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
+                shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
+                activations[id(observer)] = _Waiting(observer, *shared)
+        return immediate_observers
+
+    def _make_room(self, observers: Sequence[Observer], value: torch.Tensor, measured: Mapping[Hashable, Any]) -> None:
+        """Count the bytes of an activation that will wait; before, observe those that wait if it cannot join them.
+
+        :meth:`wait` calls it. ``observers`` are those for which ``value`` will wait; ``measured`` is that of
+        :meth:`wait`.
+        """
         # gate and up read one tensor: then the copy that waits for the first module waits for the second, too
-        is_shared = any((ExpertWatch, observer.kind) in measured for observer in waiting_observers)
+        is_shared = any((ExpertWatch, observer.kind) in measured for observer in observers)
         further_bytes = 0 if is_shared else value.nbytes
         is_full = self._waiting_bytes + further_bytes > _MOST_WAITING_BYTES
-        if is_full or any(map(self._is_waiting, waiting_observers)):
+        if is_full or any(map(self._is_waiting, observers)):
             self.observe_waiting()
             further_bytes = value.nbytes
         self._waiting_bytes += further_bytes
-        for observer in waiting_observers:
-            activations = self._waiting.setdefault((observer.kind, value.dtype, value.shape[1:]), {})
-            shared = measured.setdefault((ExpertWatch, observer.kind), (value, rows_that_count))
-            activations[id(observer)] = _Waiting(observer, *shared)
-        return immediate_observers
 
     def _is_waiting(self, observer: Observer) -> bool:
         """Whether an earlier activation of this observer waits: the layer has called the module twice."""

@@ -265,15 +265,29 @@ def _run_by_blocks(model: nn.Module, blocks: Blocks, batches: Batches, targets: 
                     size = max(size, _size_of(output))
         except CalibrationError as error:
             return _Trial(obstacle=str(error.got or error.what))
-    stepwise_output = _first_tensor(output)
-    if expected is None or stepwise_output is None:
-        return _Trial(obstacle="an output of the model without a tensor")
-    if not _are_close(stepwise_output, expected):
-        return _Trial(obstacle="another output of the model than in a run as a whole")
-    others = _names_with_other_inputs(inputs, expected_inputs)
-    if others:
-        return _Trial(obstacle=f"other inputs than in a run as a whole: {name_list(others)}")
+    obstacle = _other_output(_first_tensor(output), expected)
+    if obstacle is None:
+        obstacle = _other_inputs(inputs, expected_inputs)
+    if obstacle is not None:
+        return _Trial(obstacle=obstacle)
     return _Trial(size)
+
+
+def _other_output(stepwise: torch.Tensor | None, expected: torch.Tensor | None) -> str | None:
+    """How the model's output of a run block by block differs from that of a run as a whole; None: it does not."""
+    if expected is None or stepwise is None:
+        return "an output of the model without a tensor"
+    if not _are_close(stepwise, expected):
+        return "another output of the model than in a run as a whole"
+    return None
+
+
+def _other_inputs(stepwise: Mapping[str, list[torch.Tensor]], expected: Mapping[str, list[torch.Tensor]]) -> str | None:
+    """Which modules have other inputs in a run block by block than in a run as a whole, for a message; None: none."""
+    names = _names_with_other_inputs(stepwise, expected)
+    if not names:
+        return None
+    return f"other inputs than in a run as a whole: {name_list(names)}"
 
 
 def _watched_inputs(targets: Sequence[PlannedModule], stack: ExitStack) -> dict[str, list[torch.Tensor]]:

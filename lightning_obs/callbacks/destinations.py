@@ -23,7 +23,7 @@ from lightning_obs.callbacks.measured_export import export_and_measure
 from lightning_obs.callbacks.results import Results
 from lightning_obs.checkpoint.export import export_checkpoint
 from lightning_obs.errors import CalibrationError, refuse_unknown, require_bool
-from lightning_obs.files.write import require_free
+from lightning_obs.files.write import MODEL_FILES, require_free
 from lightning_obs.gguf.gguf_file import check_files, export_gguf, require_gguf
 from lightning_obs.model.module_qparams import refuse_unmerged
 from lightning_obs.model.weight import in_shards
@@ -34,8 +34,6 @@ from lightning_obs.program.program_file import check_program_file, export_progra
 ExportTo: TypeAlias = (
     str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, Mapping[str, Any] | None] | None
 )
-#: suffixes of other kinds of files that a user may expect of ``export_to``; they are refused
-_OTHER_FILES = (".bin", ".ckpt", ".engine", ".pt", ".pte", ".pth", ".safetensors")
 
 
 class Destination:
@@ -240,17 +238,6 @@ def destinations_of(export_to: ExportTo, overwrite: bool) -> list[Destination]:
     return destinations
 
 
-def require_folder_name(folder: str | os.PathLike[str]) -> None:
-    """Refuse a name for a checkpoint's folder that is the name of a file; a callback's ``export`` calls it."""
-    if Path(folder).suffix.lower() in (*_FILES, *_OTHER_FILES):
-        raise CalibrationError(
-            "export writes a checkpoint, which is a folder",
-            where=[os.fspath(folder)],
-            got="the name of a file",
-            remedy="give a folder; files are written by export_onnx, export_program and export_gguf.",
-        )
-
-
 def _options_by_path(export_to: Any) -> dict[Any, Any]:
     """The paths of ``export_to``, each with its options or None; a CalibrationError for a value of another type."""
     options_by_path: dict[Any, Any] = {}
@@ -274,13 +261,15 @@ def _options_by_path(export_to: Any) -> dict[Any, Any]:
 def _destination(path: Path, options: Mapping[str, Any], overwrite: bool) -> Destination:
     """Make the destination at a path, of the class that its suffix chooses, with the writer's ``options``."""
     suffix = path.suffix.lower()
-    if suffix in _OTHER_FILES:
+    if suffix in _FILES:
+        return _FILES[suffix](path, options, overwrite)
+    if suffix in MODEL_FILES:
         raise CalibrationError(
             f"export_to writes no {suffix} file",
             where=[str(path)],
             expected=f"a folder for a checkpoint, or a file that ends in {', '.join(_FILES)}",
         )
-    return _FILES.get(suffix, Destination)(path, options, overwrite)
+    return Destination(path, options, overwrite)
 
 
 def _refuse_overlap(paths: Sequence[Path]) -> None:

@@ -115,10 +115,7 @@ class Distillation:
                 remedy="add the divergence in your training_step (lightning_obs.numerics.divergence.divergence), "
                 "and leave distill=0.",
             )
-        if self._teacher is not None:
-            parameter = next(self._teacher.parameters(), None)
-            if parameter is not None and parameter.device.type == "cpu":
-                self._teacher.to(pl_module.device)
+        self._bring_teacher_to(pl_module.device)
         training_step = pl_module.training_step
         student = training.session.model
 
@@ -144,6 +141,14 @@ class Distillation:
             return self._loss(result, mean, training)
 
         return set_attributes(pl_module, training_step=distilling_step)
+
+    def _bring_teacher_to(self, device: torch.device) -> None:
+        """Move a teacher other than the student to the device of the run, unless the user has put it on another one."""
+        if self._teacher is None:
+            return
+        parameter = next(self._teacher.parameters(), None)
+        if parameter is not None and parameter.device.type == "cpu":
+            self._teacher.to(device)
 
     def _divergence_of(self, call: _Call, training: QuantizedTraining, mask: torch.Tensor | None) -> torch.Tensor:
         """Mean divergence of one call's predictions from the teacher's, over the tokens that ``mask`` counts."""

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.result import CalibrationResult
 from lightning_obs.calibration.session import CalibrationSession
-from lightning_obs.callbacks.destinations import ExportTo, destinations_of, require_folder_name
+from lightning_obs.callbacks.destinations import ExportTo, destinations_of
 from lightning_obs.callbacks.export_at_end import ExportAtEnd
 from lightning_obs.callbacks.lightning_package import Callback, ends_a_trial
 from lightning_obs.callbacks.measured_export import export_and_measure
@@ -22,6 +22,7 @@ from lightning_obs.callbacks.results import Results
 from lightning_obs.callbacks.trainer_session import TrainerSession, describe, leave_in_place, state_in_checkpoint
 from lightning_obs.errors import CalibrationError, require_bool
 from lightning_obs.files.tensors import Progress
+from lightning_obs.files.write import require_folder_name
 from lightning_obs.numerics.histogram import Support
 from lightning_obs.onnx.onnx_file import export_onnx
 from lightning_obs.program.program_file import export_program

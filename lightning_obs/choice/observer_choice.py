@@ -20,7 +20,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from rich.table import Table
@@ -249,37 +249,62 @@ def choose_observers(
     """
     choice_options = CalibrationOptions.of(scheme, **options)
     candidates_by_base = fitting_candidates(model, choice_options, candidates)
-    all_batches = list(batches)
-    if held_out is None:
-        observed_batches = all_batches[0::2]
-        other_batches = all_batches[1::2]
-    else:
-        observed_batches = all_batches
-        other_batches = list(held_out)
-    if not observed_batches or not other_batches:
-        raise CalibrationError(
-            "observers are compared on batches that they did not observe",
-            got="too few batches",
-            expected="at least two, or held_out",
-        )
-    scored_batches = other_batches[0::2]
-    kept_out_batches = other_batches[1::2]
-    measured_batches = kept_out_batches or scored_batches
+    split = _SplitBatches.of(batches, held_out)
     schemes: dict[str, Any] = {}
     for base_name, specs in candidates_by_base.items():
         for label, spec in specs.items():
             key = _key(base_name, label)
             schemes[key] = _candidate(choice_options, base_name, spec)
     measured, twins = sensitivity_and_twins(
-        model, scored_batches, schemes, observed_batches, seed, choice_options.beside_scheme
+        model, split.scored, schemes, split.observed, seed, choice_options.beside_scheme
     )
 
     def measure(names_of_assignments: Sequence[Names]) -> list[float]:
         calibrations = [combined(twins, names) for names in names_of_assignments]
-        return whole_divergences(model, measured_batches, calibrations)
+        return whole_divergences(model, split.measured, calibrations)
 
     choice = _choose(measured, candidates_by_base, choice_options.config, measure)
-    return replace(choice, batches=len(measured_batches), are_kept_out=bool(kept_out_batches))
+    return replace(choice, batches=len(split.measured), are_kept_out=split.are_kept_out)
+
+
+class _SplitBatches(NamedTuple):
+    """The batches of a choice by their use; :func:`choose_observers` splits them.
+
+    Attributes:
+        observed: the observers see them.
+        scored: losses are estimated on them.
+        measured: the assignments are measured on them.
+        are_kept_out: whether ``measured`` are neither observed nor scored; else they are those that are scored.
+    """
+
+    observed: list[Any]
+    scored: list[Any]
+    measured: list[Any]
+    are_kept_out: bool
+
+    @classmethod
+    def of(cls, batches: Batches, held_out: Batches | None) -> _SplitBatches:
+        """Split the batches of :func:`choose_observers`, whose arguments these are.
+
+        Raises:
+            CalibrationError: too few batches.
+        """
+        all_batches = list(batches)
+        if held_out is None:
+            observed = all_batches[0::2]
+            others = all_batches[1::2]
+        else:
+            observed = all_batches
+            others = list(held_out)
+        if not observed or not others:
+            raise CalibrationError(
+                "observers are compared on batches that they did not observe",
+                got="too few batches",
+                expected="at least two, or held_out",
+            )
+        scored = others[0::2]
+        kept_out = others[1::2]
+        return cls(observed, scored, kept_out or scored, bool(kept_out))
 
 
 def _choose(

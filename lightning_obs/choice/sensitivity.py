@@ -185,10 +185,7 @@ def sensitivity_and_twins(
         options["engines"] = "unchecked"
     schemes_by_name = _by_name(schemes)
     sessions = _sessions(model, schemes_by_name, engines, options)
-    candidates = []
-    for name, scheme in schemes_by_name.items():
-        if name in sessions or scheme is None:
-            candidates.append(name)
+    candidates = [name for name, scheme in schemes_by_name.items() if name in sessions or scheme is None]
     measured_batches = None if batches is None else list(batches)
     calibration_batches = measured_batches if calibration is None else list(calibration)
     twins = _calibrate(model, sessions, calibration_batches)
@@ -203,11 +200,12 @@ def sensitivity_and_twins(
         tokens = 0
     else:
         losses, tokens = divergences(model, measured_batches, twins, measured_sets, seed)
+    unplanned = _unplanned_entries(as_names(options.get("ignore", ())), modules)
     measured = Sensitivity(
         groups=[_group(modules, group, candidates, losses, twins) for group in groups],
         layers=_losses_of_modules(candidates, module_names, losses),
-        schemes=dict(zip(sessions, map(_schemes_of, sessions.values()), strict=True)),
-        ignore=[*_unplanned_entries(as_names(options.get("ignore", ())), modules), *_left_out(sessions.values())],
+        schemes={name: _schemes_of(session) for name, session in sessions.items()},
+        ignore=[*unplanned, *_left_out(sessions.values())],
         method="weight error" if measured_batches is None else "divergence",
         tokens=tokens,
         alone=_need_one_scheme(sessions.values(), groups[0], engines),

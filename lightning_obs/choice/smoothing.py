@@ -120,7 +120,8 @@ def smooth_inputs(
         "inputs cannot be smoothed in a model whose weights are sharded",
         remedy="smooth before the model is distributed.",
     )
-    args_of = {target.name: target.args for target in CalibrationSession(model, options_of_run).plan.targets}
+    targets = CalibrationSession(model, options_of_run).plan.targets
+    args_of = {target.name: target.args for target in targets}
     quantized = [name for name, args in args_of.items() if "input" in args]
     all_batches = list(batches)
     if not all_batches:
@@ -135,27 +136,50 @@ def smooth_inputs(
             if sample.low is None:  # no token counts
                 continue
             factors = _factors(pair, sample, strength)
-            before = _mean_error(pair, sample, args_of, torch.ones_like(factors))
-            after = _mean_error(pair, sample, args_of, factors)
-            if after < before:
+            improvement = _improvement(pair, sample, args_of, factors)
+            if improvement is not None:
+                smoothed.append(improvement)
                 undos.append(pair.scale(factors))
-                smoothed.append(SmoothedInput(pair.producer_name, tuple(pair.readers), before, after))
         if smoothed and not same_tensors(_outputs(model, all_batches[0]), outputs):
             for undo in reversed(undos):  # a weight may be in two pairs
                 undo()
-            raise CalibrationError(
-                "smoothing would change the outputs of the model",
-                where=[entry.producer for entry in smoothed],
-                expected="scaled weights in the range of their dtype, weights that only their own modules read, and "
-                "equal outputs whenever the model is called with one batch and equal random numbers",
-                remedy="load the model in bfloat16 or float32 if it is in float16, or calibrate without smoothing.",
-            )
+            raise _changed_outputs(smoothed)
     for entry in smoothed:
         for name in entry.readers:
             make_mark(model.get_submodule(name)).reads_smooth_input = True
     if not smoothed:
         warn("no input was smoothed: no module before can divide its channels exactly, or it has no outliers")
     return smoothed
+
+
+def _improvement(
+    pair: SmoothPair,
+    sample: _InputSample,
+    args_of: Mapping[str, Mapping[str, QuantizationArgs]],
+    factors: torch.Tensor,
+) -> SmoothedInput | None:
+    """What smoothing a pair by these factors brings; None where quantization would change the outputs as much as now.
+
+    :func:`smooth_inputs` asks it for each pair, and scales the pair if there is an improvement. The arguments are those
+    of :func:`_mean_error`.
+    """
+    unsmoothed = torch.ones_like(factors)
+    before = _mean_error(pair, sample, args_of, unsmoothed)
+    after = _mean_error(pair, sample, args_of, factors)
+    if after < before:
+        return SmoothedInput(pair.producer_name, tuple(pair.readers), before, after)
+    return None
+
+
+def _changed_outputs(smoothed: Sequence[SmoothedInput]) -> CalibrationError:
+    """The error of a model whose outputs are not the same with the scaled weights."""
+    return CalibrationError(
+        "smoothing would change the outputs of the model",
+        where=[entry.producer for entry in smoothed],
+        expected="scaled weights in the range of their dtype, weights that only their own modules read, and "
+        "equal outputs whenever the model is called with one batch and equal random numbers",
+        remedy="load the model in bfloat16 or float32 if it is in float16, or calibrate without smoothing.",
+    )
 
 
 def require_quantized_inputs(options: CalibrationOptions) -> None:
@@ -227,7 +251,8 @@ class _InputSample:
         self.low = low if self.low is None else torch.minimum(self.low, low)
         self.high = high if self.high is None else torch.maximum(self.high, high)
         step = max(1, len(tokens) // self._tokens_per_batch)
-        self._tokens.append(tokens[::step][: self._tokens_per_batch].clone())
+        evenly_spaced = tokens[::step]
+        self._tokens.append(evenly_spaced[: self._tokens_per_batch].clone())
 
 
 def _observe(
@@ -275,7 +300,7 @@ def _mean_error(
 ) -> float:
     """The mean of :func:`_error` over the readers of a pair whose inputs are quantized; each pair has such a reader.
 
-    :func:`smooth_inputs` calls this twice for each pair: with factors of 1, and with those that would smooth it.
+    :func:`_improvement` calls this twice for each pair: with factors of 1, and with those that would smooth it.
 
     Args:
         pair: that may be smoothed.
@@ -303,10 +328,14 @@ def _factors(pair: SmoothPair, sample: _InputSample, strength: float) -> torch.T
     squares = []
     for reader in pair.readers.values():
         weight = reader.weight.detach().float()
-        largest = weight.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        squares.append((weight / largest).square())
-    columns = torch.cat(squares).mean(dim=0).sqrt().to(inputs.device)
-    exponents = strength * inputs.log2() - (1 - strength) * columns.log2()
+        largest = weight.abs().amax(dim=1, keepdim=True)
+        relative = weight / largest.clamp(min=torch.finfo(torch.float32).tiny)
+        squares.append(relative.square())
+    columns = torch.cat(squares).mean(dim=0).sqrt()
+    columns = columns.to(inputs.device)
+    of_inputs = strength * inputs.log2()
+    of_weights = (1 - strength) * columns.log2()
+    exponents = of_inputs - of_weights
     used = (inputs > 0) & (columns > 0)
     if not used.any():
         return torch.ones_like(inputs)
@@ -329,15 +358,17 @@ def _error(
     outputs = sample.tokens @ weight.T
     extremes = torch.stack([sample.low, sample.high]) / factors
     inputs = _quantized(sample.tokens / factors, extremes, "input", args["input"])
+    scaled = weight * factors
     if "weight" in args:
-        scaled = weight * factors
-        weight = _quantized(scaled, scaled, "weight", args["weight"])
-    else:
-        weight = weight * factors
-    differences = (inputs @ weight.T - outputs).square().sum(dim=1)
+        scaled = _quantized(scaled, scaled, "weight", args["weight"])
+    differences = inputs @ scaled.T - outputs
+    squared_differences = differences.square().sum(dim=1)
     squares = outputs.square().sum(dim=1)
     used = squares > 0
-    return float((differences[used] / squares[used]).mean()) if used.any() else 0.0
+    if not used.any():
+        return 0.0
+    relative = squared_differences[used] / squares[used]
+    return float(relative.mean())
 
 
 def _quantized(value: torch.Tensor, extremes: torch.Tensor, base_name: str, args: QuantizationArgs) -> torch.Tensor:

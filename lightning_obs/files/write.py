@@ -40,6 +40,8 @@ from lightning_obs.files.read import naming, read_json
 
 #: the list of a folder's files: ``{"files": {relative path: CRC-32 of a file, null for a folder}}``
 CONTENTS_FILE = "lightning_obs.json"
+#: suffixes of files that hold a model: a checkpoint's folder with such a name would be taken for a file
+MODEL_FILES = (".bin", ".ckpt", ".engine", ".gguf", ".onnx", ".pt", ".pt2", ".pte", ".pth", ".safetensors")
 _WRITE_AGAIN = "copy or export the checkpoint again."
 _PREFIX = ".lightning_obs."
 _SUFFIX = ".partial"
@@ -62,6 +64,21 @@ def require_new_file(file: Path, overwrite: bool) -> None:
         raise CalibrationError(
             f"{file} is already there",
             remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
+        )
+
+
+def require_folder_name(folder: str | os.PathLike[str]) -> None:
+    """Refuse a name for a checkpoint's folder that is the name of a file; a callback's ``export`` calls it.
+
+    Raises:
+        CalibrationError: the name ends like a file that holds a model.
+    """
+    if Path(folder).suffix.lower() in MODEL_FILES:
+        raise CalibrationError(
+            "export writes a checkpoint, which is a folder",
+            where=[os.fspath(folder)],
+            got="the name of a file",
+            remedy="give a folder; files are written by export_onnx, export_program and export_gguf.",
         )
 
 

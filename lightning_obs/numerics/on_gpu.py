@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from compressed_tensors.quantization import QuantizationArgs
@@ -234,17 +234,13 @@ def measure_ranges(
     rows = part.stop - part.start
     count = len(candidates.factors)
     size = view.shape[2:].numel()
-    has_few_rows = rows <= _FEW_ROWS
-    tile = _VALUES_OF_WARP if has_few_rows else _TILE
-    columns = min(tile, _power(size))
-    side = max(1, _VALUES_OF_WARP // columns)  # rows of a program
-    pieces = -(-size // columns)
-    is_whole = pieces == 1
+    tiles = _Tiles.of(rows, size)
+    is_whole = tiles.pieces == 1
     if is_whole:
         result = torch.empty(count, rows, dtype=torch.bool, device=view.device)
         least_errors = _least_errors(least, rows, view.device)
     else:
-        result = torch.empty(pieces, count, rows, device=view.device)
+        result = torch.empty(tiles.pieces, count, rows, device=view.device)
         least_errors = result  # the loop does not use it here
     half = half_of_range(grid, candidates.low.dtype)
     scale = None
@@ -255,7 +251,7 @@ def measure_ranges(
     unused = candidates.factors if scale is None else scale
     optional = (importance, scale, zero_point)
     pointers = [unused if tensor is None else tensor.contiguous() for tensor in optional]
-    programs = -(-rows // side), pieces
+    programs = -(-rows // tiles.height), tiles.pieces
     loop = _loops_for(view).measure_ranges
     with torch.cuda.device_of(view):
         loop[programs](
@@ -282,14 +278,41 @@ def measure_ranges(
             SCALED=half is None,
             SHIFTED=zero_point is not None,
             WEIGHED=importance is not None,
-            ROWS=side,
-            COLUMNS=columns,
-            num_warps=_WARPS_OF_FEW_ROWS if has_few_rows else side * columns // _VALUES_OF_WARP,
+            ROWS=tiles.height,
+            COLUMNS=tiles.width,
+            num_warps=tiles.warps,
         )
     if is_whole:
         return Improvements(result, least_errors)
     errors = result.sum(0, dtype=torch.float64)
     return improvements(finite_or_infinite(errors), least)
+
+
+class _Tiles(NamedTuple):
+    """How the rows of a range search are cut into tiles, one for each program; made by :func:`measure_ranges`.
+
+    Attributes:
+        height: rows of a tile.
+        width: values of each row in a tile.
+        pieces: how many tiles share a row.
+        warps: warps of a program.
+    """
+
+    height: int
+    width: int
+    pieces: int
+    warps: int
+
+    @classmethod
+    def of(cls, rows: int, size: int) -> _Tiles:
+        """Cut so many rows of ``size`` values each."""
+        has_few_rows = rows <= _FEW_ROWS
+        tile = _VALUES_OF_WARP if has_few_rows else _TILE
+        width = min(tile, _power(size))
+        height = max(1, _VALUES_OF_WARP // width)
+        pieces = -(-size // width)
+        warps = _WARPS_OF_FEW_ROWS if has_few_rows else height * width // _VALUES_OF_WARP
+        return cls(height, width, pieces, warps)
 
 
 def _least_errors(least: torch.Tensor | None, rows: int, device: torch.device) -> torch.Tensor:

@@ -135,19 +135,33 @@ def _fold(graph_module: fx.GraphModule, batch_norm: fx.Node) -> None:
     bias = _folded_bias(factor, mean, beta, _tensor(graph_module, bias_argument))
     name = batch_norm.name
     with graph_module.graph.inserting_before(product):
-        codes_node = _constant(graph_module, f"{name}_codes", folded.codes)
-        scales_node = _constant(graph_module, f"{name}_step", folded.scales)
-        zeros_node = _constant(graph_module, f"{name}_zero", folded.zero_points)
-        weight_node = graph_module.graph.call_function(
-            torch.ops.quantized_decomposed.dequantize_per_channel.default,
-            (codes_node, scales_node, zeros_node, 0, lowest, highest, dtype),
-        )
+        weight_node = _dequantize_node(graph_module, name, folded, (lowest, highest, dtype))
         bias_node = _constant(graph_module, f"{name}_bias", bias.float())
     value = product.args[0]
     further_arguments = product.args[3:]
     product.args = (value, weight_node, bias_node, *further_arguments)
     batch_norm.replace_all_uses_with(product)
     graph_module.graph.erase_node(batch_norm)
+
+
+def _dequantize_node(
+    graph_module: fx.GraphModule, name: str, weight: _QuantizedWeight, codes_range: tuple[Any, Any, Any]
+) -> fx.Node:
+    """Add a weight's constants to the graph, and the operation that dequantizes them; :func:`_fold` calls this.
+
+    Args:
+        graph_module: the nodes go where its graph inserts at present.
+        name: what the names of the constants begin with.
+        weight: the constants.
+        codes_range: the smallest code, the largest code, and the dtype of the codes.
+    """
+    codes = _constant(graph_module, f"{name}_codes", weight.codes)
+    scales = _constant(graph_module, f"{name}_step", weight.scales)
+    zero_points = _constant(graph_module, f"{name}_zero", weight.zero_points)
+    dequantize = torch.ops.quantized_decomposed.dequantize_per_channel.default
+    channel_axis = 0
+    arguments = (codes, scales, zero_points, channel_axis, *codes_range)
+    return graph_module.graph.call_function(dequantize, arguments)
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -280,15 +280,8 @@ def _describe(
         statistics[key] = observer.get_statistics()
         if not is_reached(observer):
             description.unreached.add(key)
-        reductions = _declared_reductions(observer) if reduced else {}
-        forms = []
-        without_reduction = {}
-        for name, value in statistics[key].items():
-            if name in reductions:
-                forms.append(_form_of(key, observer, name, reductions[name], value))
-            else:
-                without_reduction[name] = value
-        description.forms[key] = equal_forms.setdefault(tuple(forms), tuple(forms))
+        forms, without_reduction = _forms_and_others(key, observer, statistics[key], reduced)
+        description.forms[key] = equal_forms.setdefault(forms, forms)
         # Without `has_statistics` the observer of a weight has gathered inputs only. It has not yet observed the tensor
         # for which the other ranks would take these statistics.
         if without_reduction and observer.has_statistics and not is_alone:
@@ -303,6 +296,31 @@ def _describe(
     description.not_finite = _not_finite(observers, statistics)
     if not is_alone:
         description.occupied = _occupied_blocks_of(description.forms, statistics)
+
+
+def _forms_and_others(
+    key: Key, observer: Observer, statistics: Mapping[str, Any], reduced: bool
+) -> tuple[tuple[Form, ...], dict[str, Any]]:
+    """The forms of an observer's statistics that are to be reduced, and its other statistics by name.
+
+    Args:
+        key: module name and base name of the observer.
+        observer: holds the statistics.
+        statistics: by name.
+        reduced: False: none of them is reduced.
+
+    Raises:
+        CalibrationError: a statistic that cannot be reduced as declared.
+    """
+    reductions = _declared_reductions(observer) if reduced else {}
+    forms = []
+    without_reduction = {}
+    for name, value in statistics.items():
+        if name in reductions:
+            forms.append(_form_of(key, observer, name, reductions[name], value))
+        else:
+            without_reduction[name] = value
+    return tuple(forms), without_reduction
 
 
 def _declared_reductions(observer: Observer) -> dict[str, str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -33,7 +33,15 @@ from lightning_obs.model.module_qparams import ROUNDED, args_of, calibrated_modu
 from lightning_obs.model.weight import held, in_shards, reshard
 from lightning_obs.numerics.histogram import Support, join_supports, support_of
 from lightning_obs.ranks.collectives import Collectives
-from lightning_obs.report.metrics import LayerSums, TensorError, counted_error, difference_error, grid_error, only_range
+from lightning_obs.report.metrics import (
+    ErrorSums,
+    LayerSums,
+    TensorError,
+    counted_error,
+    difference_error,
+    grid_error,
+    only_range,
+)
 
 #: the functions that set negative values to zero, by all their names
 _RECTIFIERS = {F.relu, F.relu_, torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_}
@@ -115,7 +123,7 @@ def measure_layer_errors(
         if rectified.names:
             stack.enter_context(rectified)
         for name, module in layers.items():
-            probe = _probe(name, inputs, outputs, feeds, rectified, counts)
+            probe = _Probe(name, inputs, outputs, feeds, rectified, counts)
             handle = module.register_forward_hook(probe, with_kwargs=True)
             remove_hook = keep_hook_out(module, handle)  # copies of the module do not have the hook
             stack.callback(remove_hook)
@@ -312,54 +320,74 @@ def _grid_of(module: nn.Module, base_name: str) -> _Grid | None:
     return _Grid(scale, qparams.get(f"{base_name}_zero_point"), args)
 
 
-def _probe(
-    name: str,
-    inputs: LayerSums,
-    outputs: LayerSums,
-    feeds: _Feeds,
-    rectified: _Rectified,
-    counts: dict[str, Support] | None,
-) -> Callable[[nn.Module, Any, Any, Any], None]:
-    """A forward hook that compares one layer with its quantized form, for :func:`measure_layer_errors`.
+@dataclass(frozen=True, eq=False)
+class _Probe:
+    """A forward hook that compares one layer with its quantized form.
 
-    In each call of the layer it adds the error of the output and, of a floating point input, the error or the range. It
-    tells ``feeds`` which tensors the layer has read and written, and ``rectified`` what it has written, and adds the
-    input's values to ``counts``.
+    :func:`measure_layer_errors` puts one on each layer while it runs the model.
+
+    Attributes:
+        name: the name of the layer.
+        inputs: gets the error of a floating point input, or its range where it has no static scale.
+        outputs: gets the error of the output.
+        feeds: is told which tensors the layer has read and written.
+        rectified: is told what the layer has written.
+        counts: by layer, how often each value of an input was seen; None: values are not counted.
     """
 
-    def probe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        with rectified.measuring():
-            measure(module, args, kwargs, output)
+    name: str
+    inputs: LayerSums
+    outputs: LayerSums
+    feeds: _Feeds
+    rectified: _Rectified
+    counts: dict[str, Support] | None
 
-    def measure(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Measure one call of the layer; torch calls it after each."""
+        with self.rectified.measuring():  # what is asked of a tensor here is no reader of it
+            self._measure(module, args, kwargs, output)
+
+    def _measure(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Add the errors of one call, unless the layer got no values or returned no tensor."""
         value = first_input(args, kwargs)
         if value is None or not isinstance(output, torch.Tensor) or value.numel() == 0 or output.ndim == 0:
             return
-        feeds.passed(name, value, output)
-        with ExitStack() as stack:
-            stack.callback(quantize_forward(module))
-            quantized = module.forward(*args, **kwargs)  # not __call__: hooks saw this call already
+        self.feeds.passed(self.name, value, output)
+        quantized = _run_quantized(module, args, kwargs)
         output_error = difference_error(tokens_of(module, quantized), tokens_of(module, output))
-        outputs.update(name, output_error)
-        rectified.passed(name, module, quantized, output)
-        if not value.is_floating_point():
-            return
-        grid = _grid_of(module, "input")
-        if grid is None:
-            error = only_range(value)
-        else:
-            if grid.scale.numel() == 1:  # else the last dimension has to stay last: it holds the groups
-                value = tokens_of(module, value)
-            error = grid_error(value, *grid, "input", by_token=True)
-        inputs.update(name, error)
-        if counts is not None:
-            support = support_of(value)
-            if name in counts:
-                earlier = counts[name]
-                support = join_supports(earlier, support)
-            counts[name] = support
+        self.outputs.update(self.name, output_error)
+        self.rectified.passed(self.name, module, quantized, output)
+        if value.is_floating_point():
+            self.inputs.update(self.name, _input_error(module, value))
+            self._count(value)
 
-    return probe
+    def _count(self, value: torch.Tensor) -> None:
+        """Add the values of an input to ``counts``."""
+        if self.counts is None:
+            return
+        support = support_of(value)
+        if self.name in self.counts:
+            earlier = self.counts[self.name]
+            support = join_supports(earlier, support)
+        self.counts[self.name] = support
+
+
+def _run_quantized(module: nn.Module, args: Any, kwargs: Any) -> torch.Tensor:
+    """The output of a layer that runs quantized; its hooks do not run, as they saw this call already."""
+    with ExitStack() as stack:
+        stack.callback(quantize_forward(module))
+        output: torch.Tensor = module.forward(*args, **kwargs)
+    return output
+
+
+def _input_error(module: nn.Module, value: torch.Tensor) -> ErrorSums:
+    """The error of a layer's input on the grid of its scale, or its range alone where it has no static scale."""
+    grid = _grid_of(module, "input")
+    if grid is None:
+        return only_range(value)
+    if grid.scale.numel() == 1:  # else the last dimension has to stay last: it holds the groups
+        value = tokens_of(module, value)
+    return grid_error(value, *grid, "input", by_token=True)
 
 
 def _worst_first(

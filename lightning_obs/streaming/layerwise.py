@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.blocks import Blocks, find_blocks
 from lightning_obs.calibration.fit_errors import warn_of_fit
+from lightning_obs.calibration.observation import Observation
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.calibration.random_tokens import RandomTokens
 from lightning_obs.calibration.result import ADDED, CalibrationResult, result_of
@@ -141,6 +142,31 @@ def calibrate_layerwise(
     return run.result
 
 
+def _stepwise_of(
+    observation: Observation, blocks: Blocks, batches: list[Any], runs: BlockRuns
+) -> StepwiseCalibration | None:
+    """What runs the blocks step by step where weights are rounded on quantized inputs; None: no weight is.
+
+    A :class:`_LayerwiseRun` makes it when it begins.
+
+    Args:
+        observation: of the checkpoint's model.
+        blocks: of that model.
+        batches: this rank's calibration data.
+        runs: how the blocks are run.
+
+    Raises:
+        CalibrationError: steps are not possible with these options.
+    """
+    if not observation.rounds_on_quantized_inputs:
+        return None
+    require_steps_possible(observation)
+    device = torch.device(runs.device)
+    random_tokens = RandomTokens.of(observation)
+    file_batches = FileBatches(observation.model, batches, device, runs.token_mask, random_tokens)
+    return StepwiseCalibration(observation, blocks, file_batches, device)
+
+
 class _LayerwiseRun:
     """A run of :func:`calibrate_layerwise` on one rank.
 
@@ -182,14 +208,8 @@ class _LayerwiseRun:
             clear_qparams(target.module)
         self._parts = _module_names_of_parts(source.model, blocks_name, len(blocks))
         self._runner = BlockRunner(session, list(blocks), batches, self._device)
-        #: runs the blocks step by step where weights are rounded on quantized inputs; None: ``_runner`` does
-        self._stepwise: StepwiseCalibration | None = None
-        if session.observation.rounds_on_quantized_inputs:
-            require_steps_possible(session.observation)
-            random_tokens = RandomTokens.of(session.observation)
-            file_batches = FileBatches(source.model, batches, self._device, runs.token_mask, random_tokens)
-            known_blocks = Blocks(blocks_name, list(blocks))
-            self._stepwise = StepwiseCalibration(session.observation, known_blocks, file_batches, self._device)
+        #: None: ``_runner`` runs the blocks
+        self._stepwise = _stepwise_of(session.observation, Blocks(blocks_name, list(blocks)), batches, runs)
         for config in (source.model.config, source.model.config.get_text_config()):
             config.use_cache = False  # it would grow from block to block
         run_facts = {"token_mask": runs.token_mask, "device": self._device.type}

@@ -93,8 +93,22 @@ def load_pretrained(
         options["device_map"] = _device_map(device_map)
     if offload_folder is not None:
         options["offload_folder"] = offload_folder
-    with naming(f"model.path={name}", expected=_EXPECTED), custom_code_named(f"model.path={name}", READ_CODE):
-        loader = _loader(name, auto_class, trust_remote_code)
+    model = _load_model(name, auto_class, dtype, options)
+    tokenizer = _load_tokenizer(name, trust_remote_code)
+    return model, tokenizer
+
+
+def _load_model(name: str, auto_class: Any, dtype: str, options: Mapping[str, Any]) -> Any:
+    """The model in evaluation mode; for :func:`load_pretrained`, whose errors it raises.
+
+    Args:
+        name: a folder or a hub name.
+        auto_class, dtype: of :func:`load_pretrained`.
+        options: further arguments of ``from_pretrained``, ``trust_remote_code`` among them.
+    """
+    subject = f"model.path={name}"
+    with naming(subject, expected=_EXPECTED), custom_code_named(subject, READ_CODE):
+        loader = _loader(name, auto_class, options["trust_remote_code"])
         model, loading = loader.from_pretrained(
             name,
             dtype=dtype,
@@ -106,10 +120,14 @@ def load_pretrained(
     model.eval()
     _refuse_other_weights(model, loading, name)
     _refuse_damaged_scales(model, name)
+    return model
+
+
+def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
+    """The tokenizer that is saved beside a model; a CalibrationError if there is none."""
     subject = f"the tokenizer of model.path={name}"
     with naming(subject, remedy="save one beside the model."), custom_code_named(subject, READ_CODE):
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    return model, tokenizer
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
 def _refuse_absent_folder(name: str) -> None:
