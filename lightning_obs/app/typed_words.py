@@ -18,8 +18,8 @@ from torch import nn
 
 from lightning_obs.app.from_config import plain
 from lightning_obs.errors import CalibrationError, refuse
-from lightning_obs.schemes.build_plan import unmatched
 from lightning_obs.schemes.config import as_names
+from lightning_obs.schemes.patterns import unmatched
 
 
 def typed_words() -> list[str] | None:

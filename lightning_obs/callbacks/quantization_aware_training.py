@@ -27,6 +27,7 @@ from lightning_obs.callbacks.lost_updates import LostUpdates
 from lightning_obs.callbacks.observed_batches import ObservedBatches
 from lightning_obs.callbacks.quantized_fit import QuantizedFit
 from lightning_obs.callbacks.results import Results
+from lightning_obs.callbacks.resumed_optimizers import check_resumed_optimizers
 from lightning_obs.callbacks.session_callback import (
     SessionCallback,
     make_export_at_end,
@@ -257,7 +258,10 @@ class QuantizationAwareTraining(SessionCallback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse setups that cannot train; give learned scales to the optimizer; wrap the step to distill."""
+        """Refuse setups that cannot train; give learned scales to the optimizer; wrap the step to distill.
+
+        A checkpoint whose optimizer trains other scales is a CalibrationError when Lightning restores the optimizer.
+        """
         require_precision(trainer)
         session = self.prepare(trainer, pl_module)
         require_trainable(session)
@@ -267,6 +271,8 @@ class QuantizationAwareTraining(SessionCallback):
             _refuse_finetuning_callbacks(trainer, self.train)
         if training.learned is not None and trainer.optimizers:
             training.learned.join(trainer.optimizers)
+        uncheck = check_resumed_optimizers(trainer, type(self).__name__, self.label, self.train)
+        self.changes_of_fit.callback(uncheck)
         if self.distillation.is_on:
             is_logged = self.results.logs(trainer)
             unwrap_step = self.distillation.wrap_step(pl_module, training, self.batches, is_logged)

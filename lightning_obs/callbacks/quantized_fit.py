@@ -311,12 +311,14 @@ class QuantizedFit:
     def state_dict(self) -> dict[str, Any]:
         """Return the ranges, learned scales, and how far an observation has come, for the callback's state.
 
+        It also says what was trained, for an error if a fit resumes with another ``train``.
+
         Called when Lightning saves a checkpoint. After :meth:`end_fit` it is the state in which training ended.
         """
         if self._state_of_fit is not None:
             return self._state_of_fit
         training = self.training
-        return sealed({**training.session.state_dict(), "training": training.state_dict()})
+        return sealed({**training.session.state_dict(), "training": training.state_dict(), "train": self._train})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Write the ranges of a checkpoint to the model, and continue the training where it stopped.

@@ -8,7 +8,6 @@ The session calibrates one module inside the LightningModule (:func:`find_module
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from torchmetrics import Metric
 from lightning_obs.calibration.options import CalibrationOptions
 from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.callbacks.lightning_package import RESTORES_IN_FIT_ONLY, TrainerFn, class_of
+from lightning_obs.callbacks.resumed_optimizers import callback_states
 from lightning_obs.callbacks.strategies import collectives_of, require_exact
 from lightning_obs.errors import CalibrationError, likely, name_list, require_kind, warn
 from lightning_obs.files.sealed import require_whole
@@ -204,13 +204,9 @@ def state_in_checkpoint(trainer: Trainer, state_key: str) -> dict[str, Any] | No
     Returns:
         The state; None if Lightning restores it, or if the checkpoint has none.
     """
-    checkpoint_path = trainer.ckpt_path
-    if not RESTORES_IN_FIT_ONLY or checkpoint_path is None or trainer.state.fn == TrainerFn.FITTING:
+    if not RESTORES_IN_FIT_ONLY or trainer.state.fn == TrainerFn.FITTING:
         return None
-    if os.path.isdir(checkpoint_path):  # a checkpoint of shards has the callbacks in a file of their own
-        checkpoint_path = os.path.join(checkpoint_path, "meta.pt")
-    checkpoint = trainer.strategy.checkpoint_io.load_checkpoint(checkpoint_path)
-    state: dict[str, Any] | None = checkpoint.get("callbacks", {}).get(state_key)
+    state: dict[str, Any] | None = callback_states(trainer).get(state_key)
     return state
 
 

@@ -3,7 +3,7 @@
 A run that would fail after an hour of calibration is refused here, before it starts. A ``check_`` raises a
 CalibrationError that names modules and a remedy. After a ``warn_`` the calibration goes on: its result is right, but
 perhaps not intended. Whether an engine loads the checkpoint is asked afterwards (``engines/``).
-Targets and the entries of ``ignore`` are patterns; the functions for patterns that match no module are at the end.
+Targets and the entries of ``ignore`` are patterns (:mod:`.patterns`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from compressed_tensors.utils.match import is_match, match_named_modules, match_
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from lightning_obs.errors import CalibrationError, likely, name_list, refuse, warn
+from lightning_obs.errors import CalibrationError, name_list, refuse, warn
 from lightning_obs.forward.linear_attention import LinearAttention
 from lightning_obs.model.kinds import (
     LoneWeight,
@@ -39,6 +39,12 @@ from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
 from lightning_obs.schemes.config import FOLLOWERS, config_groups
+from lightning_obs.schemes.patterns import (
+    check_patterns,
+    leave_out_absent_classes,
+    use_first_names,
+    warn_ignored_containers,
+)
 from lightning_obs.schemes.planned_modules import Plan, PlannedModule, find_fused, scheme_identity
 
 _UNCALLED = "read without a call"
@@ -66,6 +72,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     """
     require_transformers(model)
     config = config.model_copy(deep=True)
+    use_first_names(model, config)
     ignore = list(config.ignore or [])
     groups_by_target = leave_out_absent_classes(model, _groups_by_target(config))
     check_patterns(model, groups_by_target, ignore)
@@ -77,6 +84,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     selected_by_class = _add_matching_modules(targets, model, groups_by_target, ignore)
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]
+    warn_ignored_containers(model, config, groups_by_target, _names(targets))
     ignore += left_out
     config.ignore = ignore
     if may_hold_experts(model):
@@ -673,96 +681,3 @@ def _are_taken(model: nn.Module, targets: list[PlannedModule]) -> bool:
     except CalibrationError:
         return False
     return True
-
-
-# ---------------------------------------------------------------------- targets and ignore
-
-
-def leave_out_absent_classes(
-    model: nn.Module, by_target: Mapping[str, QuantizationScheme]
-) -> dict[str, QuantizationScheme]:
-    """Leave out targets that name a class of which the model has no module, so that one list fits many models.
-
-    The class is one of ``torch.nn``, or ``Conv1D`` of transformers. ``build_plan`` calls this before
-    :func:`check_patterns`. Two kinds of targets stay, so that :func:`check_patterns` refuses them: a name that is no
-    such class, which may be misspelt; and all targets of a group in which none matches. A group that quantizes outputs
-    alone may match nothing.
-
-    Args:
-        model: the module that will be calibrated.
-        by_target: the group of each target; targets that are left out are also removed from their group's ``targets``.
-
-    Returns:
-        ``by_target`` without them.
-    """
-    matched = {target for target in by_target if _matches_any(model, target)}
-    kept: dict[str, QuantizationScheme] = {}
-    for target, group in by_target.items():
-        is_class = target == "Conv1D" or isinstance(getattr(nn, target, None), type)
-        is_optional = group.weights is None and group.input_activations is None
-        is_last = not is_optional and matched.isdisjoint(group.targets)
-        if target in matched or not is_class or is_last:
-            kept[target] = group
-    for group in by_target.values():
-        group.targets = [target for target in group.targets if target in kept]
-    return kept
-
-
-def check_patterns(model: nn.Module, by_target: Mapping[str, QuantizationScheme], ignore: list[str]) -> None:
-    """Refuse a target that matches no module; warn of an entry of ``ignore`` that matches none.
-
-    ``build_plan`` calls it after :func:`leave_out_absent_classes`.
-    """
-    missing = [target for target in by_target if not _matches_any(model, target)]
-    if missing:
-        _refuse_unmatched(model, missing, by_target[missing[0]])
-    unused = unmatched(model, ignore)
-    if unused:
-        warn(f"ignore matches no module of {type(model).__name__}: {name_list(unused)}")
-
-
-def unmatched(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """The patterns that match no module, each with the nearest name or class of the model.
-
-    Called for the entries of ``ignore``, and by the command line for words that a user typed.
-    """
-    classes = sorted({type(module).__name__ for module in model.modules() if holds_parameters(module)})
-    known_names = [*classes, *dict(model.named_modules())]
-    return [pattern + likely(pattern, known_names) for pattern in patterns if not _matches_any(model, pattern)]
-
-
-def _matches_any(model: nn.Module, pattern: str) -> bool:
-    """Whether a name, class or ``re:`` pattern matches any module of the model."""
-    return any(is_match(name, module, pattern) for name, module in model.named_modules())
-
-
-def _refuse_unmatched(model: nn.Module, targets: Sequence[str], scheme: QuantizationScheme) -> None:
-    """Raise the error for targets that match no module; it offers the classes that the scheme can quantize."""
-    classes = _quantizable_classes(model, scheme)
-    known_names = [*classes, *dict(model.named_modules())]
-    expected = f"a module name, a `re:` pattern (anchored at the front), or a class: {name_list(classes)}"
-    if not classes:
-        expected = f"another model: {type(model).__name__} has no module that this scheme could quantize"
-    raise CalibrationError(
-        f"a target matches no module of {type(model).__name__}",
-        where=[target + likely(target, known_names) for target in targets],
-        expected=expected,
-        remedy=f"targets={classes}." if classes and "Linear" in targets else None,
-    )
-
-
-def _quantizable_classes(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
-    """The classes of the model's modules that a scheme can quantize; the error for an unmatched target names them.
-
-    A module of such a class has a weight that is a matrix. It does not read token indices if the scheme quantizes
-    inputs. In a model of transformers it is of a kind that transformers loads quantized.
-    """
-    classes = set()
-    for module in model.modules():
-        kind = kind_of(module)
-        reads_values = not (kind.reads_indices and scheme.input_activations is not None)
-        # transformers loads only kinds with ``stored_as`` quantized.
-        is_loaded = kind.stored_as is not None or not is_transformers_model(model)
-        if matrix_shape(module) is not None and reads_values and is_loaded:
-            classes.add(type(module).__name__)
-    return sorted(classes)

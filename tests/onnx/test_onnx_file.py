@@ -552,6 +552,34 @@ def test_where_onnxruntime_differs_it_is_by_its_own_rounding_of_biases(tmp_path)
     assert share(unrounded) < 2e-3  # sums in another order, beside a rounding boundary
 
 
+class CalledTwice(nn.Module):
+    """A Linear that reads the model's input in one call, and a ReLU's output in the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.relu = nn.ReLU()
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.out(self.fc(self.relu(self.fc(x))))
+
+
+@needs_release("onnxruntime", "1.23", "measured with these alone")
+def test_onnxruntime_rounds_once_where_a_layer_called_twice_reads_a_quantized_output(tmp_path):
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    model = calibrated(CalledTwice, x, "INT8_TENSORRT")
+    with quantized(model), torch.no_grad():
+        expected = model(x)
+    file = export_onnx(model, tmp_path / "m.onnx", x)
+    as_written = run(file, x, disabled_optimizers=["DoubleQDQPairsRemover", "WeightBiasQuantization"])
+    assert torch.equal(as_written, expected)
+    rounded_once = run(file, x, disabled_optimizers=["WeightBiasQuantization"])
+    assert not torch.equal(rounded_once, expected)
+    assert (rounded_once - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_a_model_that_cannot_be_traced_is_named_and_stays_as_it_was(tmp_path):
     class Branches(nn.Module):
         def __init__(self):

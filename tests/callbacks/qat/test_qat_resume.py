@@ -88,6 +88,44 @@ def test_6457_8485_a_resumed_run_has_the_losses_of_an_uninterrupted_one(options,
     assert torch.equal(torch.cat(whole.validated), torch.cat(fresh.validated))
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # Lightning's, of the other scheme's state
+@pytest.mark.parametrize(
+    ("saved", "resumed", "got"),
+    [
+        (("INT8_STATIC", "all"), (W4, "all"), "scheme INT8_STATIC with train='all'"),
+        (("INT8_STATIC", "all"), ("INT8_STATIC", "weights"), "scheme INT8_STATIC with train='all'"),
+        (("INT8_STATIC", "weights"), ("INT8_STATIC", "all"), "scheme INT8_STATIC with train='weights'"),
+        (None, ("INT8_STATIC", "all"), "a fit without QuantizationAwareTraining"),
+    ],
+)
+def test_a_fit_that_learns_other_scales_than_its_checkpoint_says_which_those_are(saved, resumed, got, tmp_path):
+    callbacks = [] if saved is None else [QuantizationAwareTraining(saved[0], train=saved[1], calibration_batches=1)]
+    earlier = trainer(*callbacks)
+    earlier.fit(Regression(), loader(), loader())
+    earlier.save_checkpoint(tmp_path / "last.ckpt")
+    module = Regression()
+    other = QuantizationAwareTraining(resumed[0], train=resumed[1], calibration_batches=1)
+    with pytest.raises(CalibrationError, match=rf"Got a checkpoint of {got}.*Remedy: resume with") as error:
+        trainer(other, max_epochs=3).fit(module, loader(), loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert "module.load_state_dict(torch.load(path)['state_dict'])" in str(error.value)
+    module.load_state_dict(torch.load(tmp_path / "last.ckpt")["state_dict"])
+    trainer(other).fit(module, loader(), loader())
+    assert other.session.has_written
+
+
+def test_an_optimizer_that_differs_for_another_reason_has_torchs_own_error(tmp_path):
+    options = {"scheme": "INT8_STATIC", "train": "all", "calibration_batches": 1}
+    earlier = trainer(QuantizationAwareTraining(**options))
+    earlier.fit(Regression(), loader(), loader())
+    earlier.save_checkpoint(tmp_path / "last.ckpt")
+    module = Regression()
+    module.configure_optimizers = lambda: torch.optim.SGD(module.net[0].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        trainer(QuantizationAwareTraining(**options), max_epochs=3).fit(
+            module, loader(), loader(), ckpt_path=tmp_path / "last.ckpt"
+        )
+
+
 def test_a_checkpoint_loads_strictly_without_the_callback(tmp_path):
     module = Regression()
     callback = QuantizationAwareTraining("INT8_STATIC", train="all", calibration_batches=1)
