@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
 from functools import partial
+from numbers import Integral
 from typing import Any
 
 _NAMES_SHOWN = 8
@@ -153,10 +154,11 @@ def require_bool(**options: object) -> None:
             raise CalibrationError(name, got=repr(value), expected="True or False")
 
 
-def require_at_least(least: int, **options: float | None) -> None:
-    """Raise a :class:`CalibrationError` for an option that is no number or a number below ``least``.
+def require_at_least(least: int, **options: int | None) -> None:
+    """Raise a :class:`CalibrationError` for an option that is no whole number or a number below ``least``.
 
-    The parts of callbacks call it in their constructors, for counts of batches, steps and epochs.
+    The parts of callbacks call it in their constructors, for counts of batches, steps and epochs; the functions that
+    choose schemes call it for seeds and counts.
 
     Args:
         least: the smallest number that is accepted: 0 or 1, for the text of the error.
@@ -164,15 +166,16 @@ def require_at_least(least: int, **options: float | None) -> None:
 
     >>> require_at_least(1, max_batches=0)
     Traceback (most recent call last):
-    lightning_obs.errors.CalibrationError: max_batches. Got 0, expected one or more.
-    >>> require_at_least(1, max_batches=True)
+    lightning_obs.errors.CalibrationError: max_batches. Got 0, expected a whole number, one or more.
+    >>> require_at_least(1, max_batches=1.5)
     Traceback (most recent call last):
-    lightning_obs.errors.CalibrationError: max_batches. Got True, expected one or more.
+    lightning_obs.errors.CalibrationError: max_batches. Got 1.5, expected a whole number, one or more.
     """
     for name, number in options.items():
-        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-        if number is not None and not (is_number and number >= least):
-            raise CalibrationError(name, got=number, expected="one or more" if least else "zero or more")
+        is_whole = isinstance(number, Integral) and not isinstance(number, bool)
+        if number is not None and not (is_whole and number >= least):
+            expected = f"a whole number, {'one' if least else 'zero'} or more"
+            raise CalibrationError(name, got=repr(number), expected=expected)
 
 
 def likely(name: str, known: Iterable[str]) -> str:

@@ -59,7 +59,8 @@ class Distillation:
     """
 
     def __init__(self, weight: float | Literal["only"], teacher: nn.Module | Literal["original"] | None) -> None:
-        if weight != "only" and not (isinstance(weight, (int, float)) and weight >= 0):
+        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if weight != "only" and not (is_number and weight >= 0):
             raise CalibrationError("distill", got=repr(weight), expected="zero or more, or 'only'")
         if teacher is not None and not weight:
             raise CalibrationError("a teacher without distill", remedy="set distill, the weight of its term.")

@@ -11,7 +11,7 @@ kept as the loaders made them, on the host, from when Lightning fetches them unt
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -233,9 +233,12 @@ def _as_list(dataloaders: int | str | Sequence[int | str] | None) -> list[int | 
     """The numbers and keys of ``dataloaders`` as a list; None: all loaders."""
     if dataloaders is None:
         return None
-    if isinstance(dataloaders, (str, int)):
-        return [dataloaders]
-    return list(dataloaders)
+    require_kind("dataloaders", dataloaders, (str, int, Iterable), "numbers or keys of validation loaders")
+    names = [dataloaders] if isinstance(dataloaders, (str, int)) else list(dataloaders)
+    for name in names:
+        if isinstance(name, bool) or not isinstance(name, (str, int)):
+            raise CalibrationError("dataloaders", got=repr(name), expected="numbers or keys of validation loaders")
+    return names
 
 
 def _warn_of_repeated_samples(trainer: Trainer, loaders: Mapping[Any, Any]) -> None:

@@ -29,7 +29,7 @@ from lightning_obs.forward.quantized_forward import quantize_for_good
 from lightning_obs.model.kinds import from_matrix, unwrapped, without_wrappers
 from lightning_obs.model.module_qparams import remember, write_qparams
 from lightning_obs.model.offload import is_offloaded
-from lightning_obs.model.weight import identities, place_of
+from lightning_obs.model.weight import identities, place_of, refuse_uninitialized
 from lightning_obs.schemes.build_plan import is_meant
 from lightning_obs.schemes.planned_modules import PlannedModule, find_misfits
 
@@ -83,6 +83,7 @@ def _load(module: nn.Module, folder: Path) -> None:
     )
     if not folder.exists():  # a writer that was killed while it replaced the folder has left the old one beside it
         clean_up_after_killed_writers(Path(os.path.realpath(folder)).parent)
+    refuse_uninitialized(module.named_modules())
     config = _read_config(folder)
     with ExitStack() as undo:
         with naming(folder / WEIGHTS_FILE, remedy=_REMEDY), closing(TensorReader(folder)) as reader:

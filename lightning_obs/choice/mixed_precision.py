@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 
 from lightning_obs.calibration.options import CalibrationOptions, OptionKeywords, takes_keywords_of
 from lightning_obs.choice.sensitivity import Batches, Group, Schemes, Sensitivity, sensitivity
-from lightning_obs.errors import CalibrationError, refuse
+from lightning_obs.errors import CalibrationError, refuse, require_at_least
 from lightning_obs.packages import import_package
 from lightning_obs.schemes.planned_modules import scheme_identity
 
@@ -258,6 +258,7 @@ def frontier(measured: Sensitivity, points: int = 16, *, at_most: Mapping[str, f
         points: how many budgets to try, evenly spaced. A plan that is best for several budgets is returned once.
         at_most: by name of a scheme, the largest share of the weights that may have it.
     """
+    require_at_least(1, points=points)
     best = choose_schemes(measured, at_most=at_most)
     largest = max(best.size, measured.least)
     budgets = np.linspace(measured.least, largest, max(2, points))

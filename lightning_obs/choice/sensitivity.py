@@ -28,7 +28,7 @@ from lightning_obs.calibration.session import CalibrationSession
 from lightning_obs.checkpoint.entries import stored_layout
 from lightning_obs.choice.divergence import Losses, ModuleTwins, Twins, divergences, weights_shared
 from lightning_obs.engines.engine import Engine, FusedSets, PlannedCheckpoint, engine_of
-from lightning_obs.errors import CalibrationError, refuse, warn
+from lightning_obs.errors import CalibrationError, refuse, require_at_least, warn
 from lightning_obs.forward.calls import call_on
 from lightning_obs.forward.extra_runs import left_as_it_was
 from lightning_obs.forward.quantized_module import quantized_weight
@@ -36,7 +36,7 @@ from lightning_obs.model.kinds import is_dispatched
 from lightning_obs.model.mark import make_mark
 from lightning_obs.model.module_qparams import calibration_of, put_back
 from lightning_obs.model.offload import at_rest
-from lightning_obs.model.weight import adapters_of, full_weight, in_shards
+from lightning_obs.model.weight import adapters_of, full_weight, in_shards, refuse_uninitialized
 from lightning_obs.schemes.config import SchemeLike, as_names
 from lightning_obs.schemes.planned_modules import PlannedModule
 
@@ -179,6 +179,7 @@ def sensitivity_and_twins(
 
     :func:`.choose_observers` calls it, to run its choice as a whole with the qparams of the twins.
     """
+    require_at_least(0, seed=seed)
     options = dict(options)
     engines = [engine_of(name) for name in as_names(options.pop("engines", ()))]
     if engines:  # _sessions asks them, and leaves a refused candidate out; a session with engines would raise
@@ -296,6 +297,7 @@ def _sessions(
     Raises:
         CalibrationError: weights are in shards; a candidate does not fit the model; the engines refuse all candidates.
     """
+    refuse_uninitialized(model.named_modules())
     with_shards = [name for name, module in model.named_modules() if in_shards(module)]
     refuse(with_shards, "sensitivity needs whole weights, and these modules are sharded")
     sessions: dict[str, CalibrationSession] = {}

@@ -31,7 +31,7 @@ from lightning_obs.forward.calls import call_on, first_input
 from lightning_obs.forward.extra_runs import left_as_it_was, random_numbers_restored, without_caches
 from lightning_obs.model.kinds import is_dispatched, is_transformers_model
 from lightning_obs.model.mark import keep_hook_out, make_mark, mark_of
-from lightning_obs.model.weight import in_shards
+from lightning_obs.model.weight import in_shards, refuse_uninitialized
 from lightning_obs.numerics.fake_quantize import fake_quantize, fake_quantize_dynamic
 from lightning_obs.schemes.config import SchemeLike, make_observer
 
@@ -111,10 +111,12 @@ def smooth_inputs(
         >>> torch.equal(model(x), before), bool(model[0].weight[3] < 400)
         (True, True)
     """
-    if not 0 < strength <= 1:
+    is_number = isinstance(strength, (int, float)) and not isinstance(strength, bool)
+    if not (is_number and 0 < strength <= 1):
         raise CalibrationError("strength", got=repr(strength), expected="a number above 0 and at most 1")
     options_of_run = CalibrationOptions.of(scheme, **options)
     require_quantized_inputs(options_of_run)
+    refuse_uninitialized(model.named_modules())
     refuse(
         [name for name, module in model.named_modules() if in_shards(module)],
         "inputs cannot be smoothed in a model whose weights are sharded",

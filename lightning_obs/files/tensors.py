@@ -505,10 +505,12 @@ def deal_to_files(layout: Mapping[str, torch.Tensor], max_shard_size: int | str,
         huggingface_hub's ``StateDictSplit``.
     """
     pattern = file.replace(".safetensors", "{suffix}.safetensors")
+    expected = "a whole number of bytes, or '5GB'"
+    if isinstance(max_shard_size, (bool, float)):
+        raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected)
     try:
         return split_torch_state_dict_into_shards(dict(layout), filename_pattern=pattern, max_shard_size=max_shard_size)
     except (ValueError, TypeError) as error:
-        expected = "a number of bytes, or '5GB'"
         raise CalibrationError("max_shard_size", got=repr(max_shard_size), expected=expected) from error
 
 

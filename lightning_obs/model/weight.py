@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parameter import is_lazy
 
+from lightning_obs.errors import refuse
 from lightning_obs.model.fsdp1 import gathered, register_fsdp_units
 from lightning_obs.model.kinds import is_dispatched, register_adapters, to_matrix
 from lightning_obs.model.mark import mark_of, set_attributes
@@ -156,7 +159,28 @@ def in_shards(module: nn.Module) -> bool:
     calibration block by block (``calibration/stepwise.py``) cannot take such modules. If a model has one, all ranks
     take part in its export. No tensor is loaded (:data:`.at_rest`).
     """
-    return any(place_of(module, name).groups for name, _ in module.named_parameters(recurse=False))
+    for name, parameter in module.named_parameters(recurse=False):
+        if not is_lazy(parameter) and place_of(module, name).groups:
+            return True
+    return False
+
+
+def refuse_uninitialized(named_modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Raise a CalibrationError for modules whose parameters have no shape yet (``nn.LazyLinear``).
+
+    Called when modules were chosen to be quantized, before a model is measured or smoothed, which runs copies of it,
+    and before a checkpoint is loaded into it.
+    """
+    uninitialized: list[str] = []
+    for name, module in named_modules:
+        if any(map(is_lazy, chain(module.parameters(recurse=False), module.buffers(recurse=False)))):
+            uninitialized.append(f"{name} ({type(module).__name__})")
+    refuse(
+        uninitialized,
+        "parameters have no shape before the first forward pass",
+        remedy="run the model once on an example before this, such as model(x) under torch.no_grad() (of a "
+        "LightningModule before it is given to the Trainer, or in its configure_model).",
+    )
 
 
 def adapters_of(module: nn.Module) -> Any:

@@ -87,7 +87,7 @@ class RoundingOptions:
         """Whether all fields have values that are allowed, and allowed together."""
         if self.name != "gptq" or not isinstance(self.act_order, bool):
             return False
-        if not isinstance(self.damping, (int, float)) or not self.damping >= 0:
+        if isinstance(self.damping, bool) or not isinstance(self.damping, (int, float)) or not self.damping >= 0:
             return False
         if self.inputs not in ("full_precision", "quantized"):
             return False

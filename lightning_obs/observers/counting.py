@@ -231,7 +231,8 @@ class HistogramObserver(PercentileObserver):
         super().__init__(base_name, args, **observer_kwargs)
         require(self, "criterion", self.criterion in CRITERIA, f"one of {', '.join(CRITERIA)}")
         require(self, "maxshrink", 0 <= self.maxshrink <= 1, "a value in [0, 1]")
-        require(self, "patience", self.patience is None or self.patience > 0, "a value above 0, or None")
+        has_patience = isinstance(self.patience, int) and self.patience > 0
+        require(self, "patience", self.patience is None or has_patience, "a whole number above 0, or None")
         require(self, "grid", self.grid > 0, "a value above 0")
         require(self, "norm", self.norm > 0, "a value above 0")
 

@@ -101,14 +101,15 @@ def check_options(observer: Observer) -> None:
     positive = (sys.float_info.min, sys.float_info.max, "a positive number")
     limits = {
         "maxshrink": (0.0, 1.0, "a value in [0, 1]"),
-        "patience": (0, sys.maxsize, "at least 0"),
+        "patience": (0, sys.maxsize, "a whole number, at least 0"),
         "grid": positive,
         "norm": positive,
         "expand": (1.0, sys.float_info.max, "at least 1"),
     }
     for name, (least, most, expected) in limits.items():
         value = getattr(observer, name)
-        is_valid = isinstance(value, (int, float)) and least <= value <= most
+        kinds = int if name == "patience" else (int, float)
+        is_valid = isinstance(value, kinds) and least <= value <= most
         require(observer, name, is_valid, expected)
 
 

@@ -34,7 +34,7 @@ from lightning_obs.model.kinds import (
     require_transformers,
 )
 from lightning_obs.model.module_qparams import qparams_home
-from lightning_obs.model.weight import adapters_of, identity, matrix_shape, unit_of, whole_shape
+from lightning_obs.model.weight import adapters_of, identity, matrix_shape, refuse_uninitialized, unit_of, whole_shape
 from lightning_obs.moe.experts import fused_experts, hub_names
 from lightning_obs.observers import Key, Observer
 from lightning_obs.schemes.attention_states import find_states
@@ -82,6 +82,7 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     if has_cache or config.kv_cache_scheme is not None:
         targets = find_states(model, config, groups_by_target)
     selected_by_class = _add_matching_modules(targets, model, groups_by_target, ignore)
+    refuse_uninitialized((target.name, target.module) for target in targets)
     left_out = unsuited(model, targets, selected_by_class)
     targets = [target for target in targets if target.name not in left_out]
     warn_ignored_containers(model, config, groups_by_target, _names(targets))
@@ -578,21 +579,23 @@ def warn_cast_buffers(model: nn.Module) -> None:
     """
     if not is_transformers_model(model):
         return
-    half: list[str] = []
+    half: dict[str, torch.dtype] = {}
     for name, module in model.named_modules():
         for key, value in module.named_buffers(recurse=False):
             is_half = value.dtype in (torch.bfloat16, torch.float16)
             if is_half and key in module._non_persistent_buffers_set:
-                half.append(f"{name}.{key}" if name else key)
+                half[f"{name}.{key}" if name else key] = value.dtype
     if not half:
         return
     dtypes = _dtypes_of_loaded_buffers(model)
     cast = [name for name in half if dtypes.get(name, torch.float32) == torch.float32]
     if cast:
+        dtype = half[cast[0]]
+        precision = "bf16-true" if dtype == torch.bfloat16 else "16-true"
         warn(
             f"these buffers were cast to half precision and come back in float32, so the reloaded model will give "
-            f"other logits: {name_list(cast)}. Load the model with dtype=torch.bfloat16 instead of casting it "
-            f"(model.to, Trainer(precision='bf16-true'))."
+            f"other logits: {name_list(cast)}. Load the model with dtype={dtype} instead of casting it "
+            f"(model.to, Trainer(precision={precision!r}))."
         )
 
 

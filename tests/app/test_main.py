@@ -99,7 +99,7 @@ def test_a_remedy_is_said_in_words_of_the_command_line(command_line, tmp_path):
 
 
 def test_a_size_of_files_that_is_none_is_refused_before_the_model_is_loaded(composed):
-    with pytest.raises(CalibrationError, match=r"max_shard_size\. Got 'much', expected a number of bytes"):
+    with pytest.raises(CalibrationError, match=r"max_shard_size\. Got 'much', expected a whole number of bytes"):
         run(composed("export.max_shard_size=much", "model.path=/nowhere"))
 
 

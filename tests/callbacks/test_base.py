@@ -49,9 +49,9 @@ def test_options_of_another_type_are_refused_by_the_constructor(callback):
     ("callback", "option", "expected"),
     [
         (CalibrationCallback, "evaluate", "True, False, or a share"),
-        (CalibrationCallback, "every_n_epochs", "one or more"),
-        (CalibrationCallback, "max_batches", "one or more"),
-        (QuantizationAwareTraining, "start_step", "zero or more"),
+        (CalibrationCallback, "every_n_epochs", "a whole number, one or more"),
+        (CalibrationCallback, "max_batches", "a whole number, one or more"),
+        (QuantizationAwareTraining, "start_step", "a whole number, zero or more"),
     ],
 )
 def test_a_number_that_is_a_text_is_refused(callback, option, expected):

@@ -198,7 +198,7 @@ def test_a_strategy_of_many_scales_is_refused_with_a_remedy(name, kwargs, base_n
         ({"criterion": "mae"}, r"criterion. Got 'mae', expected one of mse, percentile, entropy"),
         ({"percentile": 50}, r"percentile. Got 50, expected a value in percent, in \(50, 100\]"),
         ({"maxshrink": 1.5}, r"maxshrink. Got 1.5, expected a value in \[0, 1\]"),
-        ({"patience": 0}, r"patience. Got 0, expected a value above 0"),
+        ({"patience": 0}, r"patience. Got 0, expected a whole number above 0"),
         ({"grid": -1}, r"grid. Got -1, expected a value above 0"),
         ({"norm": 0}, r"norm. Got 0, expected a value above 0"),
         ({"bins": 2048}, r"HistogramObserver has no hyperparameter 'bins'. Expected percentile, criterion, maxshrink"),

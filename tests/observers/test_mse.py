@@ -184,7 +184,7 @@ def test_a_weight_of_infinity_is_said():
     [
         ({"maxshrink": 1.1}, r"maxshrink. Got 1.1, expected a value in \[0, 1\]"),
         ({"maxshrink": -0.1}, "maxshrink. Got -0.1"),
-        ({"patience": -1}, "patience. Got -1, expected at least 0"),
+        ({"patience": -1}, "patience. Got -1, expected a whole number, at least 0"),
         ({"grid": 0}, "grid. Got 0, expected a positive number"),
         ({"grid": float("inf")}, "grid. Got inf"),
         ({"norm": 0}, "norm. Got 0, expected a positive number"),

@@ -8,6 +8,7 @@ from compressed_tensors.quantization import QuantizationStatus
 from torch import nn
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
+from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, sensitivity, smooth_inputs
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
 
@@ -150,6 +151,41 @@ def test_buffers_that_were_cast_are_named(tiny_llama):
     plan(tiny_llama(torch.bfloat16), "FP8", ignore="lm_head")
     with pytest.warns(CalibrationWarning, match=r"other logits: .*rotary_emb[.]inv_freq.*dtype=torch[.]bfloat16"):
         plan(tiny_llama().to(torch.bfloat16), "FP8", ignore="lm_head")
+
+
+@pytest.mark.parametrize(("dtype", "precision"), [(torch.bfloat16, "bf16-true"), (torch.float16, "16-true")])
+def test_the_warning_of_cast_buffers_names_the_dtype_of_the_model(tiny_llama, dtype, precision):
+    message = rf"other logits: .*dtype={dtype} instead of casting it \(model[.]to, Trainer\(precision='{precision}'\)\)"
+    with pytest.warns(CalibrationWarning, match=message):
+        plan(tiny_llama().to(dtype), "FP8")
+
+
+@pytest.mark.parametrize("layer", [nn.LazyLinear(4), nn.LazyConv2d(4, 3)])
+def test_a_module_without_shapes_yet_is_refused_with_the_remedy(layer):
+    model = nn.Sequential(nn.Linear(8, 8), layer)
+    with pytest.raises(CalibrationError, match=r"before the first forward pass: 1 \(Lazy\w+\).*run the model once"):
+        plan(model, {"FP8": ["Linear", "LazyConv2d"]}, engines="unchecked")
+
+
+def test_the_remedy_for_a_module_without_shapes_works(tmp_path):
+    model, data = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4)), [torch.randn(4, 8)]
+    for refused in (
+        lambda: smooth_inputs(model, data, "INT8_STATIC"),
+        lambda: sensitivity(model, data, ["W8A8", None]),
+    ):
+        with pytest.raises(CalibrationError, match=r"before the first forward pass: 1 \(LazyLinear\)"):
+            refused()
+    with torch.no_grad():
+        model(data[0])
+    with CalibrationSession(model, "W8A8"):
+        pass
+    folder = export_checkpoint(model, tmp_path / "out")
+    reloaded = nn.Sequential(nn.Linear(8, 8), nn.LazyLinear(4))
+    with pytest.raises(CalibrationError, match=r"before the first forward pass: 1 \(LazyLinear\)"):
+        load_checkpoint(reloaded, folder)
+    reloaded(data[0])
+    load_checkpoint(reloaded, folder)
+    assert isinstance(reloaded[1].weight_scale, torch.Tensor)
 
 
 def test_a_buffer_that_comes_back_in_half_precision_is_not_named(tmp_path, recwarn):

@@ -72,7 +72,7 @@ def test_a_later_calibration_observes_again_after_the_batches_it_looked_away_fro
 
 @pytest.mark.parametrize("name", ["every_n_epochs", "max_batches"])
 def test_a_number_below_one_is_refused(name):
-    with pytest.raises(CalibrationError, match=rf"{name}. Got 0, expected one or more"):
+    with pytest.raises(CalibrationError, match=rf"{name}. Got 0, expected a whole number, one or more"):
         CalibrationCallback("INT8_STATIC", **{name: 0})
 
 
