@@ -189,12 +189,7 @@ def measure_ranges(
             scale = tl.load(scales + at, is_row, other=1.0)
         else:
             factor = tl.load(factors + candidate)
-            below = rounded(least * factor, dtype)
-            above = rounded(most * factor, dtype)
-            magnitude = tl.maximum(tl.maximum(-below, above), 0.0)
-            steps = tl.full((ROWS,), 0.0, tl.float32) + half
-            scale = rounded(tl.div_rn(magnitude, steps), dtype)
-            scale = tl.where(scale == 0, eps, scale)
+            scale = scale_of(least, most, factor, half, eps, dtype)
         one = tl.full((ROWS,), 1.0, tl.float32)
         inverse = tl.div_rn(one, scale)
         level = x * inverse[:, None]
@@ -225,10 +220,25 @@ def measure_ranges(
 
 
 @triton.jit
+def scale_of(least, most, factor, half, eps, dtype: tl.constexpr):
+    """The scales of the ranges from ``least`` to ``most``, (ROWS,) each, times a factor; for ``measure_ranges``.
+
+    A scale is the magnitude of a range over ``half``, or ``eps`` if that is zero. Ends and scales are rounded to
+    ``dtype``.
+    """
+    below = rounded(least * factor, dtype)
+    above = rounded(most * factor, dtype)
+    magnitude = tl.maximum(tl.maximum(-below, above), 0.0)
+    steps = tl.full(magnitude.shape, 0.0, tl.float32) + half
+    scale = rounded(tl.div_rn(magnitude, steps), dtype)
+    return tl.where(scale == 0, eps, scale)
+
+
+@triton.jit
 def rounded(value, dtype: tl.constexpr):
     """Round a float32 to ``dtype``, as torch rounds a range or a scale of that dtype; the result is float32.
 
-    ``measure_ranges`` calls it for each range and scale that it computes.
+    ``scale_of`` calls it for each range and scale.
     """
     stored = value.to(dtype)
     return stored.to(tl.float32)
