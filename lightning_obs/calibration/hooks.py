@@ -283,7 +283,7 @@ class _ActivationHook:
 
     def _observe_tensor(self, tensor: torch.Tensor) -> None:
         """Observe a tensor, and count how many statistics had to be computed for it."""
-        self._require_floating_point(tensor)
+        self._require_observable(tensor)
         tokens = tensor
         if self._calls.mask is not None and not self._target.states:
             tokens = tokens_of(self._target.module, tensor)
@@ -304,8 +304,16 @@ class _ActivationHook:
         # In backward (a graph task runs), activation checkpointing calls modules again with data already observed.
         return torch._C._current_graph_task_id() != -1
 
-    def _require_floating_point(self, tensor: torch.Tensor) -> None:
-        """Raise a CalibrationError for a tensor of integers, booleans or 8-bit floats, which cannot be observed."""
+    def _require_observable(self, tensor: torch.Tensor) -> None:
+        """Raise a CalibrationError for a nested tensor, and for integers, booleans or 8-bit floats."""
+        if tensor.is_nested:
+            raise CalibrationError(
+                "nested tensors cannot be observed",
+                where=[self._target.name],
+                got=f"a torch.nested tensor of {str(tensor.layout).removeprefix('torch.')} layout",
+                expected="a tensor with one length for all samples",
+                remedy="pad the batch and set `token_mask`, list the module in `ignore`, or quantize only its weight.",
+            )
         if not tensor.is_floating_point() or tensor.itemsize == 1:
             raise CalibrationError(
                 "only floating point values can be observed",

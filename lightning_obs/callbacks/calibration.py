@@ -356,12 +356,15 @@ class CalibrationCallback(SessionCallback):
         has_state = self.trainer_session.saved_state is not None or self.trainer_session.has_calibrated
         if has_state or ends_a_trial():
             return
+        reason = "no validation batches were run"
+        if self.session is not None and self.session.observation.coverage.lacks_data:
+            reason = "no validation batch has called the modules to quantize"
         if stage == TrainerFn.VALIDATING:
-            warn(f"{self.label}: the validation has ended and nothing was calibrated: no validation batches were run.")
+            warn(f"{self.label}: the validation has ended and nothing was calibrated: {reason}.")
         if stage == TrainerFn.FITTING and trainer.enable_validation and not trainer.fast_dev_run:
             every = self.schedule.every_n_epochs
             epochs = f" in an epoch that {every} divides" if every > 1 else ""
-            warn(f"{self.label}: the fit has ended and nothing was calibrated: no validation batches were run{epochs}.")
+            warn(f"{self.label}: the fit has ended and nothing was calibrated: {reason}{epochs}.")
 
     # ------------------------------------------------------------------ state
 

@@ -102,13 +102,16 @@ class QuantizedMetrics:
         ``self.log`` would list a metric of one of several loaders under every loader, and before Lightning 2.5 it
         refuses the number in its name. So such a metric is given to the Trainer's connector and loop directly.
         """
-        loader = name.partition("/dataloader_idx_")[2]
+        original_name = name
         name = quantized_name(name, self.scheme_in_names)
-        if not loader:
+        if "/dataloader_idx_" not in original_name:
             pl_module.log(name, value, **log_options)
             return
         connector = trainer._logger_connector  # its properties would compute the first pass's metrics too early
         connector._callback_metrics[name] = value
         if log_options["prog_bar"]:
             connector._progress_bar_metrics[name] = value
-        trainer._active_loop._logged_outputs[int(loader)][name] = value
+        # The loop keeps a dict for each loader that had batches, so the loader's number is not the dict's.
+        for logged_of_loader in trainer._active_loop._logged_outputs:
+            if original_name in logged_of_loader:
+                logged_of_loader[name] = value

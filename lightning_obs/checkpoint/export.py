@@ -178,8 +178,9 @@ def _refuse_unmergeable(model: nn.Module) -> None:
             computed.append(name)
     refuse(
         computed,
-        "the weight is computed from others (pruning, weight_norm) and cannot be stored",
-        remedy="make it permanent first: torch.nn.utils.prune.remove(module, 'weight').",
+        "the weight is computed from others (pruning, weight_norm, spectral_norm) and cannot be stored",
+        remedy="make it permanent first, by the function of torch.nn.utils that fits: prune.remove(module, 'weight'), "
+        "remove_weight_norm(module) or remove_spectral_norm(module).",
     )
     unmergeable = register_adapters(model)
     refuse(

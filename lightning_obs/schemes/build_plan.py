@@ -429,8 +429,15 @@ def _has_static_groups(target: PlannedModule) -> bool:
 
 def _check_weights(weighted: Sequence[PlannedModule]) -> None:
     """Refuse weights that are no matrices, are computed at each access, or hold no floating point numbers."""
+    without_matrix = [target for target in weighted if matrix_shape(target.module) is None]
     refuse(
-        [str(target) for target in weighted if matrix_shape(target.module) is None],
+        [str(target) for target in without_matrix if getattr(target.module, "groups", 1) != 1],
+        "the weight of a transposed convolution with groups is no matrix, so it cannot be quantized",
+        expected="groups=1",
+        remedy="list it in `ignore`.",
+    )
+    refuse(
+        [str(target) for target in without_matrix],
         "has no weight matrix to quantize",
         expected="a module with a weight of two or more dimensions",
         remedy="list it in `ignore`, or target its input_activations only.",
@@ -438,7 +445,8 @@ def _check_weights(weighted: Sequence[PlannedModule]) -> None:
     refuse(
         [target.name for target in weighted if is_parametrized(target.module, "weight")],
         "the weight is computed at each access (torch.nn.utils.parametrize), so it cannot be quantized in place",
-        remedy="torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') first.",
+        remedy="list it in `ignore`, or call torch.nn.utils.parametrize.remove_parametrizations(module, 'weight') "
+        "first (after the training, if the training needs it).",
     )
     not_floating: list[str] = []
     for target in weighted:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_obs import CalibrationSession
+from lightning_obs import CalibrationSession, quantized
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from lightning_obs.model.module_qparams import get_scheme
 from lightning_obs.observers import Observer
@@ -180,3 +180,19 @@ def test_inputs_that_are_not_floating_point_are_refused_and_named(dtype):
         CalibrationSession(model, "FP8"),
     ):
         model(torch.ones(2, 4).to(dtype))
+
+
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_nested_inputs_are_refused_and_a_scheme_of_weights_alone_takes_them(layout):
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=layout)
+    model = nn.Sequential(nn.Linear(4, 4))
+    with (
+        pytest.raises(CalibrationError, match=r"nested tensors cannot be observed: 0\. .*`ignore`.*only its weight"),
+        CalibrationSession(model, "FP8"),
+    ):
+        model(nested)
+    with CalibrationSession(model, {"weights": {"num_bits": 8, "strategy": "channel"}}):
+        pass
+    with quantized(model), torch.no_grad():
+        assert model(nested).is_nested

@@ -335,6 +335,21 @@ def test_a_pruned_weight_has_to_be_made_permanent_first(mlp, tmp_path):
     assert (export_checkpoint(mlp, tmp_path / "out") / "model.safetensors").is_file()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize("normalization", ["weight_norm", "spectral_norm"])
+def test_a_normalized_weight_has_to_be_made_permanent_first(mlp, tmp_path, normalization):
+    getattr(torch.nn.utils, normalization)(mlp.fc1)
+    mlp.eval()
+    with torch.no_grad():
+        mlp(torch.randn(2, mlp.fc1.in_features))  # the first call computes the weight
+    with CalibrationSession(mlp, "W8A8"):
+        pass
+    with pytest.raises(CalibrationError, match=rf"{normalization}.*fc1.*remove_{normalization}\(module\)"):
+        export_checkpoint(mlp, tmp_path / "out")
+    getattr(torch.nn.utils, f"remove_{normalization}")(mlp.fc1)
+    assert (export_checkpoint(mlp, tmp_path / "out") / "model.safetensors").is_file()
+
+
 def test_an_ignored_subclass_of_linear_is_listed(tmp_path):
     class Router(nn.Linear):
         pass

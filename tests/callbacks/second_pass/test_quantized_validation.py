@@ -224,6 +224,23 @@ def test_several_loaders_keep_their_numbers_at_the_end():
     ]
 
 
+@pytest.mark.parametrize("empty_at", [0, 1, 2])
+@pytest.mark.filterwarnings("ignore:Total length of `DataLoader` across ranks is zero")
+def test_a_loader_without_batches_leaves_the_numbers_of_the_others_in_place(empty_at):
+    module = Plain()
+    module.validation_step = lambda batch, batch_idx, dataloader_idx=0: module.log(
+        "loss", module(batch[0]).pow(2).mean()
+    )
+    loaders = [loader(1), loader(2)]
+    loaders.insert(empty_at, DataLoader([]))
+    logged = trainer(CalibrationCallback(W2, evaluate=True)).validate(module, loaders, verbose=False)
+    names = [{name for name in of_loader if name.startswith("loss")} for of_loader in logged]
+    with_batches = [index for index in range(3) if index != empty_at]
+    assert [of_loader for of_loader in names if of_loader] == [
+        {f"loss/dataloader_idx_{index}", f"loss_quantized/dataloader_idx_{index}"} for index in with_batches
+    ]
+
+
 def test_a_step_that_logs_nothing_is_told():
     module = Plain()
     module.validation_step = lambda batch, batch_idx: module(batch[0])
