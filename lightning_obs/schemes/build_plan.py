@@ -351,9 +351,14 @@ def _uncalled(model: nn.Module, targets: Sequence[PlannedModule]) -> list[Planne
 
 
 def _shared_weights(model: nn.Module) -> list[list[tuple[str, nn.Module]]]:
-    """The modules that share each weight, where several do."""
+    """The modules that share each weight, where several do.
+
+    A weight that is computed at each access is not read: spectral_norm changes its buffers at each access in training.
+    """
     users: dict[Hashable, list[tuple[str, nn.Module]]] = {}
     for name, module in model.named_modules():
+        if is_parametrized(module, "weight"):
+            continue
         weight = getattr(module, "weight", None)
         if isinstance(weight, nn.Parameter) and not is_adapted(module):  # an adapted module shows its base's weight
             users.setdefault(identity(module), []).append((name, module))

@@ -218,3 +218,14 @@ def test_a_model_whose_adapters_are_merged_may_have_their_config_still(tiny_llam
     model = tiny_llama()
     model.peft_config = {}
     assert plan(model, "FP8", ignore="lm_head")
+
+
+def test_a_weight_that_is_computed_at_each_access_is_not_read():
+    """In training each access to a weight of spectral_norm moves its buffers, so a read would change the training."""
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16)), nn.Linear(16, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with CalibrationSession(model, "W8A8", ignore=["0"]):
+        pass
+    assert model.training
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
