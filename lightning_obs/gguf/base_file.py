@@ -196,6 +196,22 @@ class BaseFile:
         version = self._value("GGUF.version", gguf.GGUF_VERSION)
         kept = int(self._value("GGUF.kv_count", 0))
         header = struct.pack("<IIQQ", gguf.GGUF_MAGIC, version, len(self.tensors), kept + added)
+        table = self._table(types)
+        with file.open("wb") as output:
+            output.write(header + metadata + table)
+            for name, tensor in self.tensors.items():
+                self._pad(output)
+                if name in types:
+                    output.write(data(name))
+                else:
+                    stop = tensor.data_offset + tensor.n_bytes
+                    output.write(self._reader.data[tensor.data_offset : stop])
+            self._pad(output)
+
+    def _table(self, types: Mapping[str, int]) -> bytearray:
+        """The table of tensors: name, shape, type and place of each; :meth:`write` calls it with its ``types``."""
+        import gguf
+
         table = bytearray()
         offset = 0
         for name, tensor in self.tensors.items():
@@ -208,16 +224,7 @@ class BaseFile:
             table += struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
             blocks = tensor.n_elements // block_size
             offset = self._aligned(offset + blocks * block_bytes)
-        with file.open("wb") as output:
-            output.write(header + metadata + table)
-            for name, tensor in self.tensors.items():
-                self._pad(output)
-                if name in types:
-                    output.write(data(name))
-                else:
-                    stop = tensor.data_offset + tensor.n_bytes
-                    output.write(self._reader.data[tensor.data_offset : stop])
-            self._pad(output)
+        return table
 
     def _pad(self, output: BinaryIO) -> None:
         """Write zeros up to the position where a tensor may begin; :meth:`write` calls it around each tensor."""
