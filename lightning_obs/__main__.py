@@ -21,7 +21,7 @@ def main() -> None:
       their files are.
     - ``described`` writes the part of ``--help`` that lists options.
     - An error of configuration or calibration is one message (``explained``) and exit code 1. It is raised with its
-      traceback if ``HYDRA_FULL_ERROR=1``.
+      traceback if ``HYDRA_FULL_ERROR=1``. So is the failure to make the folder of the run's output.
     - ``HYDRA_FULL_ERROR`` is 1 in the environment of the process from then on.
     """
     if "--version" in sys.argv[1:]:  # Hydra would print its own version
@@ -46,10 +46,13 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors, which are explained below
     #: errors of the failed runs of a --multirun, in the order of the runs
     failures: list[Exception] = []
+    #: the config of each run that has begun
+    begun: list[DictConfig] = []
 
     def task(config: DictConfig) -> Any:
         from lightning_obs.app.main import run  # after Hydra's own help and shell completion had their turn
 
+        begun.append(config)
         try:
             return run(config)
         except Exception as error:
@@ -67,6 +70,13 @@ def main() -> None:
         if trace:
             raise
         sys.exit(f"{explained(error)}\n(HYDRA_FULL_ERROR=1 shows where it was raised)")
+    except OSError as error:
+        if trace or begun:
+            raise
+        key = "hydra.sweep.dir" if {"-m", "--multirun"}.intersection(sys.argv) else "hydra.run.dir"
+        remedy = f"run in a folder that you may write to, or set {key}=<folder>."
+        message = CalibrationError("the output folder cannot be made", got=str(error), remedy=remedy)
+        sys.exit(f"CalibrationError: {message}")
 
 
 def versions() -> str:

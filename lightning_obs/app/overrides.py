@@ -8,12 +8,15 @@ Hydra calls the words overrides; :mod:`lightning_obs.app.typed_words` checks the
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from inspect import signature
 from pathlib import Path
 
 from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue
 
@@ -24,6 +27,8 @@ from lightning_obs.errors import CalibrationError, likely
 _EXAMPLE = "options are written key=value, such as scheme=fp8; --help lists them."
 #: by group, the key of a path or name, which is easily typed as an option of the group
 _PATHS = {"model": "model.path", "data": "data.path", "export": "export.folder"}
+#: keys of the paths to which a run writes
+PATHS_WRITTEN = ("output_dir", "export.folder", "export.file")
 
 
 # ---------------------------------------------------------------------- before Hydra reads them
@@ -35,7 +40,8 @@ def checked_words(words: Sequence[str]) -> list[str]:
     Names of options are spelled as their files are, since presets are compared without case.
 
     Raises:
-        CalibrationError: a word that is neither a flag of Hydra nor ``key=value``; a group without an option.
+        CalibrationError: a word that is neither a flag of Hydra nor ``key=value``; a group without an option; a path
+            to which all runs of a ``--multirun`` would write.
     """
     arguments, unknown = get_args_parser().parse_known_args(list(words))
     if arguments.shell_completion:
@@ -50,6 +56,8 @@ def checked_words(words: Sequence[str]) -> list[str]:
     checked = []
     for word in words:
         checked.append(_with_known_option(word, folder) if word in overrides else word)
+    if arguments.multirun:
+        _refuse_shared_path(overrides)
     return checked
 
 
@@ -94,6 +102,45 @@ def _raise_for_bare_word(word: str, next_words: Sequence[str]) -> None:
         value = next_words[0]
     proposal = f"write {key}={value}: " if key and value else ""
     raise CalibrationError(f"cannot read {word!r}, which has no `=`", remedy=f"{proposal}{_EXAMPLE}")
+
+
+def _refuse_shared_path(words: Sequence[str]) -> None:
+    """Raise for a path to which several runs of a ``--multirun`` would write, each in place of the run before it.
+
+    :func:`checked_words` calls this. A path with an interpolation, such as ``${hydra:job.num}``, differs from run to
+    run.
+
+    Args:
+        words: the words that are no flags.
+    """
+    overrides = OverridesParser.create().parse_overrides(list(words))
+    for word, override in zip(words, overrides, strict=True):
+        has_other_sweep = any(other.is_sweep_override() for other in overrides if other is not override)
+        if override.key_or_group in PATHS_WRITTEN and has_other_sweep and "${" not in word:
+            own_path = shlex.quote(with_suffix(word, "-${hydra:job.num}"))
+            raise CalibrationError(
+                f"several runs of the --multirun would write to {word}",
+                expected="a path for each run",
+                remedy=f"{own_path}, or leave it out: then each run writes into its output folder.",
+            )
+
+
+def with_suffix(word: str, suffix: str) -> str:
+    """The override of a path with ``suffix`` behind the path's name: before the quote of a quoted path, and before the
+    extension of a file.
+
+    Called for the error about a path that several runs share, and by ``step_commands.py`` for the paths of a proposed
+    run.
+
+    >>> with_suffix("output_dir=out/", "-small"), with_suffix("output_dir='a=b'", "-small")
+    ('output_dir=out-small', "output_dir='a=b-small'")
+    >>> with_suffix("export.file=out/model.onnx", "-small")
+    'export.file=out/model-small.onnx'
+    """
+    quote = word[-1] if word.endswith(("'", '"')) else ""
+    path = word.removesuffix(quote).rstrip("/")
+    extension = os.path.splitext(path)[1] if word.lstrip("+").startswith("export.file=") else ""
+    return f"{path.removesuffix(extension)}{suffix}{extension}{quote}"
 
 
 def _with_known_option(word: str, folder: Path | None) -> str:
@@ -143,7 +190,11 @@ def explained(error: Exception) -> str:
         return _unknown_option(str(error.missing_cfg_file), error.options)
     if isinstance(error, OverrideParseException):
         reason = str(error.message).strip().splitlines()[0]
-        hint = "An option with brackets, spaces or quotes is quoted whole: 'ignore=[lm_head]'"
+        hint = (
+            "An option with brackets, spaces or quotes is quoted whole: 'ignore=[lm_head]'\n"
+            "A value with other characters than ASCII letters and digits needs quotes of its own, too: "
+            "'model.path=\"größe 1\"'"
+        )
         return f"cannot read {error.override!r}: {reason}\n{hint}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} has to be given: {error.full_key}=..."

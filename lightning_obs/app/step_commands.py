@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from lightning_obs.app.data.module import TextData
 from lightning_obs.app.from_config import facts_for_data, make_options, read_data
 from lightning_obs.app.job import Job
 from lightning_obs.app.models.language import CausalLM
+from lightning_obs.app.overrides import PATHS_WRITTEN, with_suffix
 from lightning_obs.app.tasks.task import task_node
 from lightning_obs.app.typed_words import refuse_unread, typed_words
 from lightning_obs.calibration.session import CalibrationSession
@@ -36,8 +38,6 @@ from lightning_obs.report.next_steps import path_from_here
 from lightning_obs.report.step import Step
 
 _PROGRAM = ("python", "-m", "lightning_obs")
-#: keys of folders that a run writes to; a proposed run writes to folders of its own
-_FOLDERS = ("output_dir", "export.folder", "export.file")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,9 @@ def is_possible(step: Step, words: Sequence[str], folder: Path, module: Lightnin
         config = compose("config", overrides=overrides)
         refuse_unread(task_node(config), overrides)
         if step.name not in ("leave_out", "budget"):  # their options are in files that this run has yet to write
-            CalibrationSession(model, make_options(config))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # they would be about a run that the user has not asked for
+                CalibrationSession(model, make_options(config))
         if step.name == "fine_tune":
             read_data(config, facts_for_data(module))
     except (HydraException, OmegaConfBaseException, CalibrationError):
@@ -192,15 +194,18 @@ def _change(step: Step, words: Sequence[str], folder: Path) -> _Change | None:
         if "task=observers" in words:  # it chose observers, which the other scheme does not need
             groups.append("task")
         return _Change([f"scheme={step.changes['scheme'].lower()}"], groups)
+    if step.name == "fine_tune" and "export=gguf" in words:
+        # A GGUF file is written into one with the weights from before the training, so a checkpoint is written.
+        return _Change(["task=finetune"], groups=["task", "export"], keys=["budget"])
     if step.name == "budget":
         return _Change([f"budget={step.changes['budget']:.2f}"])
     return _CHANGES.get(step.name)
 
 
 def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]:
-    """The words of a command after a change: flags, then overrides, the words of the change, and folders.
+    """The words of a command after a change: flags, then overrides, the words of the change, and paths to write to.
 
-    The new run must not write into the folders of the old one: ``-name`` is appended to the folders that were typed.
+    The new run must not write where the old one wrote: ``-name`` is appended to the paths that were typed.
     Called by :func:`step_command` for the command to show, and by :func:`is_possible` for the command to check.
 
     Args:
@@ -213,29 +218,18 @@ def changed_words(words: Sequence[str], change: _Change, name: str) -> list[str]
     """
     flags = []
     overrides = []
-    folders = []
+    paths = []
     for word in words:
         key = _key(word)
         if _is_left_out(key, change):
             continue
         if word.startswith("--"):
             flags.append(word)
-        elif key in _FOLDERS and "=" in word:
-            folders.append(_with_suffix(word, f"-{name}"))
+        elif key in PATHS_WRITTEN and "=" in word:
+            paths.append(with_suffix(word, f"-{name}"))
         else:
             overrides.append(word)
-    return [*flags, *overrides, *change.words, *folders]
-
-
-def _with_suffix(word: str, suffix: str) -> str:
-    """The override of a path with ``suffix`` behind the path; if the path is in quotes, inside them.
-
-    >>> _with_suffix("output_dir=out/", "-small"), _with_suffix("output_dir='a=b'", "-small")
-    ('output_dir=out-small', "output_dir='a=b-small'")
-    """
-    quote = word[-1] if word.endswith(("'", '"')) else ""
-    unclosed_word = word.removesuffix(quote)
-    return f"{unclosed_word.rstrip('/')}{suffix}{quote}"
+    return [*flags, *overrides, *change.words, *paths]
 
 
 def _is_left_out(key: str, change: _Change) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
@@ -21,18 +22,28 @@ from lightning_obs.errors import CalibrationError, refuse
 from lightning_obs.schemes.config import as_names
 from lightning_obs.schemes.patterns import unmatched
 
+#: the number of a run of a ``--multirun`` in a word, as it is typed, and as Hydra's sweeper hands it to the run
+_NUMBER_OF_RUN = ("${hydra:job.num}", r"$\{hydra\:job.num\}")
+
 
 def typed_words() -> list[str] | None:
     """Return the arguments of ``python -m lightning_obs`` in this run's command; None for a config composed in Python.
 
-    ``step_commands.py`` makes the commands of the run and of its next steps from them.
+    ``step_commands.py`` makes the commands of the run and of its next steps from them. In a run of a ``--multirun`` the
+    run's number stands in place of ``${hydra:job.num}``.
     """
     if not HydraConfig.initialized():
         return None
     hydra = HydraConfig.get()
     words = folders_of_configs(hydra.runtime.config_sources)
     overrides: Any = OmegaConf.to_container(hydra.overrides.task, resolve=False)  # ${...} is kept as it was typed
-    words.extend(str(override) for override in overrides)
+    is_of_multirun = hydra.mode is RunMode.MULTIRUN
+    for override in overrides:
+        word = str(override)
+        if is_of_multirun:  # commands made of the words are single runs, which have no number
+            for number in _NUMBER_OF_RUN:
+                word = word.replace(number, str(hydra.job.num))
+        words.append(word)
     return words
 
 

@@ -11,6 +11,7 @@ _REPLACEMENTS = (
     (r"device_map='auto'", "model.device_map=auto"),
     (r"engines=[\"'](\S+?)[\"']", r"export.engines=\1"),
     (r"overwrite=True(.*?) \(a callback's export_overwrite=True\)", r"export.overwrite=true\1"),
+    (r"overwrite=True would delete", "export.overwrite=true would delete"),
     (r"kv_cache=[\"']FP8[\"']", "kv_cache=fp8"),
     (r"scheme=[\"'](\w+)[\"']", lambda match: f"scheme={match[1].lower()}"),
     (r"rounding=[\"']gptq[\"']", "rounding=gptq"),

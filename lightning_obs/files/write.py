@@ -53,18 +53,20 @@ _BLOCK = 1 << 22
 
 
 def require_new_file(file: Path, overwrite: bool) -> None:
-    """Refuse a file that exists if ``overwrite`` is False, and a folder of its name.
+    """Refuse a file that exists if ``overwrite`` is False, a folder of its name, and a place that cannot be written.
 
     The writers of ONNX files, GGUF files and programs call it before anything is calibrated or traced.
 
     Raises:
-        CalibrationError: the name is taken.
+        CalibrationError: the name is taken, or nothing can be written there.
     """
     if file.exists() and not (overwrite and file.is_file()):
         raise CalibrationError(
             f"{file} is already there",
             remedy="choose another name, or set overwrite=True (a callback's export_overwrite=True).",
         )
+    with _errors_name(file):
+        _require_writable(_real_path(file.parent) / file.name)
 
 
 def require_folder_name(folder: str | os.PathLike[str]) -> None:
@@ -106,6 +108,7 @@ def require_free(folder: Path, overwrite: bool) -> None:
         try:
             target.lstat()  # exists() hides that a name is too long
         except FileNotFoundError:
+            _require_writable(target)
             return
         _refuse_unmovable(target, folder)
         if not target.is_dir():
@@ -117,6 +120,21 @@ def require_free(folder: Path, overwrite: bool) -> None:
                 "export_overwrite=True).",
             )
         _refuse_foreign_while_others_write(target, folder)
+
+
+def _require_writable(target: Path) -> None:
+    """Raise ``OSError`` if the hidden folder of a writer cannot be made beside a path.
+
+    :func:`require_free` and :func:`require_new_file` call this, so that a run does not fail at its end. The folder is
+    made and deleted, since permissions do not tell of disks that are full or read-only.
+
+    Args:
+        target: the path without symlinks; it and folders above it may be missing.
+    """
+    parent = target.parent
+    while not parent.exists():
+        parent = parent.parent
+    Staging(parent / target.name).close()
 
 
 def _refuse_unmovable(target: Path, folder: Path) -> None:

@@ -11,6 +11,7 @@ program becomes a module and is exported once more, as ``convert_pt2e``'s users 
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -101,12 +102,14 @@ def export_program(
     import_module(_OPERATIONS)
     with left_as_it_was(model):
         program = _trace(model, Example.of(model, example, dynamic_shapes), backend)
-    with whole_file(file, overwrite) as partial_file, partial_file.open("wb") as stream:
-        try:
-            torch.export.save(program, stream)
-        except NotImplementedError as error:  # a class of the outputs that it cannot name in a file
-            remedy = "let the model return tensors in tuples, lists or dicts."
-            raise exporter_error("torch.export", model, error, remedy) from error
+    content = io.BytesIO()  # torch may abort the process if a write fails in the middle of a file, as on a full disk
+    try:
+        torch.export.save(program, content)
+    except NotImplementedError as error:  # a class of the outputs that it cannot name in a file
+        remedy = "let the model return tensors in tuples, lists or dicts."
+        raise exporter_error("torch.export", model, error, remedy) from error
+    with whole_file(file, overwrite) as partial_file:
+        partial_file.write_bytes(content.getbuffer())
     return file
 
 

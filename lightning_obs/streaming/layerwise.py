@@ -470,6 +470,7 @@ class _LayerwiseRun:
         skipped get meta tensors of their qparams again, and keep them.
         """
         self._finished.require_whole()
+        self._source.end_look_ups()
         self.result.plan.in_float = shares_in_float(self._source.model, self._session.plan.targets, self.result.skipped)
         for file in sorted(set(self._file_of_tensor.values())):
             os.link(self._unfinished.folder / file, new_folder / file)

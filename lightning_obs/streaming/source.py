@@ -248,6 +248,16 @@ class CheckpointSource:
         weight = LookedUpWeight.of(self.meta(name), device, read)
         self.model.get_submodule(embedding)._parameters["weight"] = weight
 
+    def end_look_ups(self) -> None:
+        """Give embeddings their own meta tensors back, by which a tied weight is known.
+
+        The run layer by layer calls this once the model has run.
+        """
+        for module in self.model.modules():
+            weight = module._parameters.get("weight")
+            if isinstance(weight, LookedUpWeight):
+                module._parameters["weight"] = weight.meta_weight
+
     def make_buffers(self, device: torch.device) -> None:
         """Compute the buffers that no file holds, such as frequencies of rotary embeddings, as transformers does.
 

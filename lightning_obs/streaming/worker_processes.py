@@ -13,8 +13,9 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import torch
 
@@ -109,6 +110,7 @@ def _start(setup: _Setup) -> None:
     At the process's end the source is closed. The writer needs no closing: it writes without buffers, each tensor to
     its place in the file (``os.pwrite``), and the system closes the files.
     """
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(setup.threads)
     for name in setup.imports:
         import_module(name)
@@ -117,6 +119,17 @@ def _start(setup: _Setup) -> None:
     files = opened.enter_context(QuantizedFiles.opened(setup.folder, setup.options))
     writer = TensorWriter(setup.new_folder, files.layout, setup.max_shard_size, tally=files.tally)
     _workers.append(_Worker(files, writer))
+
+
+def _end_with_parent() -> None:
+    """Wait until the process that started this one has ended, and end this one; a thread of each process runs it.
+
+    A parent that is killed cannot stop its processes, which would wait for work without end.
+    """
+    parent = parent_process()
+    assert parent is not None  # this process was started by quantize_in_processes
+    parent.join()
+    os._exit(1)
 
 
 def _quantize(module_names: tuple[str, ...]) -> tuple[str, int, dict[str, GridShares]]:

@@ -1,6 +1,7 @@
 """The command line: messages, comparison table, installation."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -80,6 +81,19 @@ def test_a_typo_gets_one_message_with_the_valid_options(command_line):
     assert "unknown option scheme=fp9 (did you mean `fp8`?). Options of scheme: fp8," in done.stderr
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is a place that nobody can write to")
+def test_an_output_folder_that_cannot_be_made_is_told_without_a_traceback(command_line):
+    for words, key in (
+        (["hydra.run.dir=/proc/a"], "hydra.run.dir"),
+        (["--multirun", "hydra.sweep.dir=/proc/a"], "sweep.dir"),
+    ):
+        done = command_line(*words)
+        assert done.returncode == 1
+        assert "Traceback" not in done.stderr
+        assert "CalibrationError: the output folder cannot be made. Got " in done.stderr
+        assert f"{key}=<folder>." in done.stderr
+
+
 @pytest.mark.slow
 def test_multirun_prints_one_table(command_line, tmp_path):
     done = command_line(
@@ -96,20 +110,41 @@ def test_multirun_prints_one_table(command_line, tmp_path):
     assert "observer=minmax" in page
     assert '<a href="1/report.html">' in page
     assert page.count('<td data-title="verdict" class="verdict ') == 2
+    runs_again = command_line("task=compare", "runs=sweep", tiny=False)
+    assert "sweep/report.json is the comparison of several runs" in runs_again.stderr
+    assert "Remedy: runs=[sweep/0,sweep/1], the folders of its runs." in runs_again.stderr
     made = json.loads((tmp_path / "sweep" / "report.json").read_text())["provenance"]["command"]
     assert made.startswith("python -m lightning_obs --multirun ")
     assert "scheme=int8_static observer=static_minmax,minmax" in made
 
 
 @pytest.mark.slow
+def test_the_number_of_a_run_in_its_folder_is_a_number_in_its_commands(command_line, tmp_path):
+    runs = ("--multirun", "scheme=w8a8,fp8_dynamic", "export.folder=out/${hydra:job.num}", "hydra.sweep.dir=sweep")
+    done = command_line(*runs, "evaluate=false", "export.verify=false")
+    assert done.returncode == 0, done.stderr
+    assert "scheme=fp8_dynamic" in done.stdout[done.stdout.index("comparison") :]
+    commands = [line for line in done.stdout.splitlines() if "evaluate=true" in line]
+    assert [shlex.split(command)[-1] for command in commands] == [
+        "export.folder=out/0-measure",
+        "export.folder=out/1-measure",
+    ]
+    provenance = json.loads((tmp_path / "sweep" / "report.json").read_text())["provenance"]
+    assert "'export.folder=out/${hydra:job.num}'" in provenance["command"]
+
+
+@pytest.mark.slow
 def test_a_run_of_a_multirun_that_fails_is_named_beside_those_that_worked(command_line, tmp_path):
-    runs = ("--multirun", "scheme=w4a16,w8a8", "hydra.sweep.dir=sweep")
+    runs = ("--multirun", "scheme=w4a16,w8a8,mxfp4", "hydra.sweep.dir=sweep")
     done = command_line(*runs, "evaluate=false", "export=none")
     assert done.returncode == 1
     assert "scheme=w4a16 (failed)" in done.stdout[done.stdout.index("comparison") :]
     assert "scheme=w4a16 failed: weight group size 128 does not divide" in done.stdout
     assert "CalibrationError: weight group size 128 does not divide" in done.stderr
-    failed, worked = json.loads((tmp_path / "sweep" / "report.json").read_text())["runs"]
+    assert (
+        "load the model in bfloat16 (model.dtype=bfloat16)" in done.stdout[done.stdout.index("scheme=mxfp4 failed:") :]
+    )
+    failed, worked, _ = json.loads((tmp_path / "sweep" / "report.json").read_text())["runs"]
     assert (failed["run"], failed["seconds"]) == ("scheme=w4a16 (failed)", None)
     assert worked["run"] == "scheme=w8a8"
     assert worked["seconds"] > 0

@@ -30,6 +30,7 @@ def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny
     done = run_command_line(*command.split(), *QUICK, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"FP8 · 14 modules · [\d.]+ s · [\d.]+ MB -> [\d.]+ MB · left in float: Emb", done.stdout)
+    assert "Linear" not in done.stdout  # the head is tied to the embedding, and counts once
     whole = [word for word in command.split() if "layerwise" not in word and "export" not in word]
     off = ["evaluate=false", "report.layer_error_batches=0", f"export.folder={tmp_path / 'memory'}"]
     assert run_command_line(*whole, *QUICK, *off, folder=tmp_path).returncode == 0
@@ -45,6 +46,7 @@ def test_the_command_of_the_page_writes_the_checkpoint_of_a_model_in_memory(tiny
         (["export.folder=null"], "model.layerwise writes a checkpoint: export.folder. Got none. Remedy: name one."),
         (["task=finetune"], "layer by layer a model is calibrated and exported, nothing else is done with it"),
         (["model.path=somebody/bert"], "model.path=somebody/bert does not exist. Expected a folder with config.json"),
+        (["data.tokens=513"], "data.tokens is longer than the texts that the model was made for. Got 513, expected at"),
         (["trainer.precision=bf16-true"], "layer by layer a model runs in the dtype in which it was saved"),
     ],
 )

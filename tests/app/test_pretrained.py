@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaConfig
 
 from lightning_obs import CalibrationError, CalibrationSession, export_checkpoint
-from lightning_obs.app.models.pretrained import _refuse_damaged_scales, load_pretrained
+from lightning_obs.app.models.pretrained import _refuse_damaged_scales, load_pretrained, positions_of
 from lightning_obs.files.write import CONTENTS_FILE
 from tests.support.tiny_model import save_tiny_bert, save_tiny_llama, save_tiny_t5
 
@@ -206,6 +206,23 @@ def test_a_model_is_not_completed_by_random_weights(tmp_path, change, message):
 def test_a_model_loaded_as_one_with_another_head_is_refused(tmp_path):
     with pytest.raises(CalibrationError, match=r"weights of BertLMHeadModel are not in the files .*model\._target_"):
         load(save_tiny_bert(tmp_path / "bert"))
+
+
+def test_a_model_with_an_encoder_is_sent_to_the_page_about_modules_of_your_own(tmp_path):
+    with pytest.raises(CalibrationError, match=r"t5 is no causal language model. Got T5Config. Remedy.*other_models"):
+        load(save_tiny_t5(tmp_path / "t5"))
+
+
+@pytest.mark.parametrize(
+    ("options", "positions"),
+    [
+        ({}, 96),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}, None),
+        ({"max_position_embeddings": None}, None),
+    ],
+)
+def test_a_model_has_as_many_positions_as_its_config_says_unless_they_adapt(options, positions):
+    assert positions_of(LlamaConfig(**{"max_position_embeddings": 96, **options})) == positions
 
 
 def test_a_run_that_would_have_shipped_random_weights_ends_with_an_error(command_line, tmp_path, tiny_folder):

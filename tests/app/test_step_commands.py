@@ -68,6 +68,9 @@ def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
         "scheme=fp8 export.engines=vllm export=checkpoint"
     )
     assert command_of("measure", "evaluate=false", "output_dir=out") == "evaluate=true output_dir=out-measure"
+    assert command_of("smooth", "export=onnx", "export.file=out/m.onnx") == (
+        "export=onnx smooth=true export.file=out/m-smooth.onnx"
+    )
     assert shlex.split(command_of("measure", "output_dir='a=b/'")) == ["evaluate=true", "output_dir='a=b-measure'"]
     assert command_of("token_scales", "+scheme.input_activations.num_bits=4", "observer=mse", scheme="W8A8") == (
         "scheme=w8a8"
@@ -84,6 +87,11 @@ def test_a_command_changes_the_words_of_its_step_alone(tmp_path, monkeypatch):
     assert command_of("untrained", "task=finetune", "task.callback.distill=0", "data.train_batches=9") == (
         "task=calibrate"
     )
+
+
+def test_a_model_for_a_gguf_file_is_fine_tuned_into_a_checkpoint():
+    words = ["scheme=q4_0", "export=gguf", "export.base=base.gguf", "export.file=m.gguf"]
+    assert command_of("fine_tune", *words) == "scheme=q4_0 task=finetune"
 
 
 @pytest.mark.parametrize("folder", ["größe", "it\\'s", "a b=c"])

@@ -116,7 +116,8 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
     [
         ("a.txt", "one\ncafé".encode("latin-1"), r"a\.txt:2 is not valid UTF-8. Got byte 0xe9.*iconv"),
         ("a.txt", bytes(range(256)) * 80, r"a\.txt:2 is not valid UTF-8"),
-        ("a.bin", b"some\ntext\n\0\0\0", r"a\.bin:3 is not valid UTF-8. Got byte 0x00"),
+        ("a.bin", b"some\ntext\n\0\0\0", r"a\.bin:3 is not valid UTF-8. Got byte 0x00. Remedy: give a text"),
+        ("a.txt", "text".encode("utf-16"), r"a\.txt:1 is not valid UTF-8. Got byte 0xff. Remedy.*iconv -f utf-16 -t"),
         ("a.jsonl", '{"text": "café"}'.encode("latin-1"), r"a\.jsonl:1 is not valid UTF-8"),
         ("a.jsonl", b'{"text": "a"}\n{"text": "b', r"a\.jsonl:2 is not valid JSON. Got Unterminated string"),
         ("a.jsonl", b'{"text": "a"}\n["b"]', r"a\.jsonl:2 has no text in the field 'text'. Got \['b'\]"),

@@ -33,11 +33,17 @@ ROWS = [
     # words that are no options
     ("--scheme fp8", "unknown flag --scheme. Remedy: write scheme=fp8"),
     ("scheme=fp8 -m data.batches=2,4", "write all flags (--multirun, --config-dir ...) before the options"),
+    ("--multirun scheme=fp8,w8a8 export.folder=a", "runs of the --multirun would write to export.folder=a. Expected a"),
+    (
+        "--multirun scheme=fp8,w8a8 +export.file='a/ü.onnx' export=onnx",
+        """'+export.file='"'"'a/ü-${hydra:job.num}.onnx'"'"'', or leave it out""",
+    ),
     ("scheme fp8", "cannot read 'scheme', which has no `=`. Remedy: write scheme=fp8"),
     ("help", "--help"),
     ("fp8", "options are written key=value"),
     ("scheme=int8_static observer=minmax,mse", "add --multirun"),
     ("ignore=[lm_head", "is quoted whole: 'ignore=[lm_head]'"),
+    ("data.path=größe", """needs quotes of its own, too: 'model.path="größe 1"'"""),
     ("scheme==fp8", "cannot read 'scheme==fp8'"),
     ("--config-dir nowhere scheme=fp8", "nowhere' not found"),
     # true or false, numbers, choices
@@ -116,6 +122,10 @@ ROWS_WITH_A_MODEL = [
     ("token_mask=attention_msk", "the batch has no 'attention_msk'"),
     ("scheme=mxfp4", "model.dtype=bfloat16"),
     ("module=modl", "modl"),
+    (
+        "data.tokens=513",
+        "Got 513, expected at most 512 (max_position_embeddings of its config). Remedy: data.tokens=512",
+    ),
     ("data.batches=100000", "too few calibration blocks of text"),
     ("task=observers scheme=int8_static data.batches=1", "data.batches"),
 ]

@@ -12,6 +12,8 @@ from lightning_obs.files.write import (
     CONTENTS_FILE,
     Staging,
     clean_up_after_killed_writers,
+    require_free,
+    require_new_file,
     whole_file,
     write_contents,
     write_text,
@@ -68,6 +70,20 @@ def test_a_name_that_cannot_be_written_is_named(tmp_path, name):
     with pytest.raises(CalibrationError, match="cannot be written"):
         write_text(tmp_path / name, "text")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc is a place that nobody can write to")
+@pytest.mark.parametrize("require", [require_free, require_new_file])
+@pytest.mark.parametrize("path", ["/proc/out", "/proc/absent/out"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_made(require, path):
+    with pytest.raises(CalibrationError, match=f"{path} cannot be written"):
+        require(Path(path), overwrite=False)
+
+
+@pytest.mark.parametrize("require", [require_free, require_new_file])
+def test_a_place_that_can_be_written_is_left_as_it_is(require, tmp_path):
+    require(tmp_path / "absent" / "out", overwrite=False)
+    assert not list(tmp_path.iterdir())
 
 
 def test_missing_parents_are_made_and_lone_surrogates_escaped(tmp_path):

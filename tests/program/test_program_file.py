@@ -1,5 +1,6 @@
 """Programs of torch.export: what they compute, how small they are, what is refused."""
 
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -377,6 +378,24 @@ class OfPair(nn.Module):
 def test_a_class_of_outputs_that_no_file_holds_is_refused(tmp_path):
     model = calibrated(OfPair(), torch.ones(2, 16), WEIGHT_ONLY)
     refused(model, "cannot export OfPair.*Can't serialize TreeSpec of namedtuple.* Remedy: let the model", tmp_path)
+
+
+def test_a_disk_without_room_is_named_and_nothing_is_left(tmp_path):
+    """In a process of its own, whose files may have no more than 2 KiB."""
+    lines = [
+        "import resource, sys, torch",
+        "from lightning_obs import CalibrationSession, export_program",
+        "model = torch.nn.Sequential(torch.nn.Linear(64, 64))",
+        "with CalibrationSession(model.eval(), {'weights': {'num_bits': 8, 'strategy': 'channel'}}):",
+        "    pass",
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2048, 2048))",
+        "export_program(model, sys.argv[1], torch.ones(2, 64))",
+    ]
+    command = [sys.executable, "-c", "\n".join(lines), str(tmp_path / "m.pt2")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"CalibrationError: .*m\.pt2 cannot be written.*has room", done.stderr)
+    assert not list(tmp_path.iterdir())
 
 
 class OfTwo(nn.Module):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -375,6 +378,26 @@ def test_a_worker_that_fails_is_the_error_and_nothing_is_written(tmp_path, warm_
     with pytest.raises(CalibrationError, match=r"not finite: model\.layers\.1\.mlp\.down_proj \(weight"):
         quantize_checkpoint(folder, tmp_path / "out", "W4A16", ignore=IGNORE, workers=2)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+KILLED_AT_ITS_FIRST_TENSOR = """
+import os, signal, sys
+from lightning_obs import quantize_checkpoint
+
+if __name__ == "__main__":
+    kill = lambda name, done, total: os.kill(os.getpid(), signal.SIGKILL)
+    quantize_checkpoint(*sys.argv[1:], "W8A8", ignore=["lm_head"], workers=2, progress=kill)
+"""
+
+
+@pytest.mark.slow
+def test_workers_end_if_the_process_that_started_them_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED_AT_ITS_FIRST_TENSOR)
+    command = [sys.executable, str(script), str(tiny_llama(tmp_path / "model")), str(tmp_path / "out")]
+    # The pipe of the output is open as long as a worker lives; a worker that lives on is a TimeoutExpired.
+    done = subprocess.run(command, capture_output=True, timeout=150, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-from codecs import BOM_UTF8
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
@@ -147,11 +147,13 @@ def _decoded(path: Path) -> str:
         wrong_byte = error.start
     if wrong_byte >= 0:
         line = data.count(b"\n", 0, wrong_byte) + 1
-        raise CalibrationError(
-            f"{path}:{line} is not valid UTF-8",
-            got=f"byte 0x{data[wrong_byte]:02x}",
-            remedy="convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file.",
-        )
+        if data.startswith((BOM_UTF16_LE, BOM_UTF16_BE)):
+            remedy = "convert it (iconv -f utf-16 -t utf-8)."
+        elif b"\0" in data:
+            remedy = "give a text, jsonl, json, csv or parquet file; null bytes are in no text."
+        else:
+            remedy = "convert it (iconv -f latin1 -t utf-8), or give a text, jsonl, json, csv or parquet file."
+        raise CalibrationError(f"{path}:{line} is not valid UTF-8", got=f"byte 0x{data[wrong_byte]:02x}", remedy=remedy)
     return text.replace("\r\n", "\n")
 
 

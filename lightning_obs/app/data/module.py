@@ -58,6 +58,7 @@ class TextData(LightningDataModule):
         eval_path: the file or folder of the text to measure on; None: every second document of ``path``.
         train_batches: number of batches to train on.
         num_workers: processes that load batches.
+        positions: the longest text that the model takes, in tokens; None: of any length.
 
     Attributes:
         held_out: the blocks to measure on, which are cut first.
@@ -65,7 +66,8 @@ class TextData(LightningDataModule):
         training: the blocks to train on, which follow those to calibrate on.
 
     Raises:
-        CalibrationError: sizes that are not positive; unreadable files; too little text.
+        CalibrationError: sizes that are not positive; blocks longer than the model takes; unreadable files; too little
+            text.
     """
 
     def __init__(
@@ -80,10 +82,18 @@ class TextData(LightningDataModule):
         eval_path: str | os.PathLike[str] | None = None,
         train_batches: int = 0,
         num_workers: int = 0,
+        positions: int | None = None,
     ) -> None:
         super().__init__()
         sizes = {"batches": batches, "batch_size": batch_size, "tokens": tokens, "eval_batches": eval_batches}
         _refuse_sizes({**sizes, "train_batches": train_batches, "num_workers": num_workers})
+        if positions is not None and tokens > positions:
+            raise CalibrationError(
+                "data.tokens is longer than the texts that the model was made for",
+                got=str(tokens),
+                expected=f"at most {positions} (max_position_embeddings of its config)",
+                remedy=f"data.tokens={positions}.",
+            )
         self.tokenizer = tokenizer
         self.text_field = text_field
         self.batch_size = batch_size

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from typing_extensions import override
 
 from lightning_obs.app.models.adapters import add_adapters, load_adapters, refuse_both
-from lightning_obs.app.models.pretrained import load_pretrained
+from lightning_obs.app.models.pretrained import load_pretrained, positions_of
 from lightning_obs.checkpoint.packed import keep_packed as with_packed_weights
 from lightning_obs.errors import CalibrationError
 from lightning_obs.moe.experts import linearize_experts as give_experts_linears
@@ -94,6 +94,10 @@ class CausalLM(LightningModule):
             self.model = add_adapters(self.model, lora)
         if adapters is not None:
             self.model = load_adapters(self.model, adapters)
+
+    def for_data(self) -> dict[str, Any]:
+        """Return what the data need: the tokenizer, and the longest text that the model takes (``facts_for_data``)."""
+        return {"tokenizer": self.tokenizer, "positions": positions_of(self.model.config)}
 
     def model_inputs(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return the keyword arguments of ``self.model`` for a batch; each step calls it, and ``Job.inputs``."""

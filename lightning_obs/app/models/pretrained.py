@@ -130,6 +130,30 @@ def _load_tokenizer(name: str, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
 
 
+def positions_of(config: Any) -> int | None:
+    """The longest text for which a model was made, in tokens (``max_position_embeddings`` of its config).
+
+    ``CausalLM.for_data`` and ``model.layerwise`` call it, so that longer blocks of text are refused.
+
+    Args:
+        config: transformers' config of the model.
+
+    Returns:
+        None if the config names no such length, or if the model's positions adapt to longer texts (ALiBi, dynamic
+        scaling of rotary embeddings).
+    """
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None)
+    rope = getattr(text_config, "rope_parameters", None) or {}
+    kinds = [rope.get("rope_type")]
+    for parameters in rope.values():  # by type of layer, where layers differ
+        if isinstance(parameters, Mapping):
+            kinds.append(parameters.get("rope_type"))
+    adapts = "dynamic" in kinds or bool(getattr(text_config, "alibi", False))
+    is_length = isinstance(positions, int) and positions > 0
+    return positions if is_length and not adapts else None
+
+
 def _refuse_absent_folder(name: str) -> None:
     """Raise for a path that does not exist; transformers looks up other names on the hub.
 
@@ -169,6 +193,12 @@ def _loader(name: str, auto_class: Any, trust_remote_code: bool) -> Any:
     is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     if auto_class is AutoModelForCausalLM and reads_images and not is_causal:
         auto_class = None
+    if auto_class is AutoModelForCausalLM and config.is_encoder_decoder and not is_causal:
+        raise CalibrationError(
+            f"model.path={name} is no causal language model",
+            got=type(config).__name__,
+            remedy="a module of your own runs it (docs/guide/other_models.md).",
+        )
     if auto_class is not None:
         return auto_class
     for class_name in config.architectures or ():

@@ -280,7 +280,7 @@ class Calibrate(Task):
             if session.needs_data:
                 job.trainer.validate(job.module, datamodule=job.data, verbose=False)
             else:
-                say(f"{label} needs no data: no batch is run, data.batches is not used")
+                say(f"{label} needs no data: no batch is run to calibrate it")
                 say("(data are for static activations, as in int8_static, fp8, nvfp4; imatrix_mse; rounding=gptq)")
                 job.to_device()
                 with session:

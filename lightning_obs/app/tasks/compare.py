@@ -10,7 +10,7 @@ from typing import Any
 
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_obs.app.console import say
@@ -19,6 +19,7 @@ from lightning_obs.app.quality import measure_quality
 from lightning_obs.app.run_report import run_provenance
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.app.typed_words import folders_of_configs
+from lightning_obs.app.words import in_words
 from lightning_obs.errors import CalibrationError
 from lightning_obs.files.read import naming, read_json
 from lightning_obs.report.facts import Report
@@ -149,7 +150,7 @@ class ComparisonTable(Callback):
         for overrides, outcome, folder in self.runs:
             name = " ".join(word for word in overrides if word not in shared_overrides) or " ".join(overrides)
             if isinstance(outcome, Exception):
-                failures.append(f"{name} failed: {outcome}")
+                failures.append(f"{name} failed: {in_words(str(outcome))}")
                 rows.append({"run": f"{name} (failed)"})
             else:
                 rows.append({**outcome, **_facts_of_report(Path(folder)), "run": name or outcome["run"]})
@@ -161,7 +162,8 @@ class ComparisonTable(Callback):
 def _multirun_command(config: DictConfig) -> str:
     """The command of a ``--multirun``, made of what Hydra keeps: the folder of ``--config-dir``, and the overrides."""
     words = folders_of_configs(config.hydra.runtime.config_sources)
-    words += [str(word) for word in config.hydra.overrides.task]
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)  # ${...} as it was typed
+    words += [str(word) for word in overrides]
     return shlex.join(["python", "-m", "lightning_obs", "--multirun", *words])
 
 
@@ -242,6 +244,9 @@ def _row_of_report(path: Path) -> dict[str, Any]:
     report = read_json(file, expected=expected)
     with naming(file, expected=expected):
         row = compared({**report, **_facts_of_page(report, folder)})
+        if row.get("metric") is None and report.get("runs"):
+            remedy = f"runs=[{folder}/0,{folder}/1], the folders of its runs."
+            raise CalibrationError(f"{file} is the comparison of several runs", expected=expected, remedy=remedy)
         run_name = report["run"]
         metric, *qualities = quality_of(row)
         for value in (*qualities, *(row[name] for name in _NUMBERS)):

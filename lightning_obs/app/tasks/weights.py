@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_obs.app.checkpoint import closing_lines
 from lightning_obs.app.console import bytes_done, say
 from lightning_obs.app.from_config import check_data, make_data, make_options
-from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder
+from lightning_obs.app.models.pretrained import READ_CODE, default_model_folder, positions_of
 from lightning_obs.app.tasks.task import Task
 from lightning_obs.app.typed_words import refuse_idle_ignore
 from lightning_obs.calibration.result import CalibrationResult
@@ -39,6 +39,7 @@ class Weights(Task):
     Attributes:
         option: the option of the command line by which a user chooses the task, for errors.
         options: the options of calibration, from the config; set by :meth:`check`.
+        positions: the longest text that the model takes, in tokens, if it is known; set by :meth:`check`.
         result: the result of the calibration; set by :meth:`run`.
     """
 
@@ -64,6 +65,7 @@ class Weights(Task):
         source = CheckpointSource(self.source)
         with closing(source.reader):
             refuse_idle_ignore(self.config, source.model)
+        self.positions = positions_of(source.model.config)
 
     @override
     def run(self) -> None:
@@ -158,7 +160,7 @@ class Layerwise(Weights):
         with naming(subject, remedy="save one beside the model."), custom_code_named(subject, READ_CODE):
             trusted = bool(self.config.model.get("trust_remote_code"))
             tokenizer = AutoTokenizer.from_pretrained(self.source, trust_remote_code=trusted)
-        self.data = make_data(self.config, {"tokenizer": tokenizer})
+        self.data = make_data(self.config, {"tokenizer": tokenizer, "positions": self.positions})
 
     @override
     def quantize(self, progress: Progress) -> CalibrationResult:
