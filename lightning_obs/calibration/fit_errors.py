@@ -273,7 +273,14 @@ def fit_text(errors: Mapping[str, FitErrors], batches: int) -> str:
     'errors of outputs -75.0 % on batches fitted to, -50.0 % on others, beside weights without data (1 layer)'
     """
     if not errors:
-        reason = f"it takes {KEPT_OUT_OF} batches" if batches < KEPT_OUT_OF else "none of them was observed for it"
+        reason = "none of them was observed for it"
+        if batches < KEPT_OUT_OF:
+            reason = f"it takes {KEPT_OUT_OF} batches"
+        if not batches:
+            reason = (
+                "the model itself was not called, only parts of it, and batches are its calls "
+                "(call session.count_batches() before each batch)"
+            )
         return f"not judged on batches kept out: {reason}"
     fitted, kept_out = fit_changes(errors)
     layers = f"{len(errors)} layer{'' if len(errors) == 1 else 's'}"

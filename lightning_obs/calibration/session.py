@@ -328,8 +328,9 @@ class CalibrationSession:
     def count_batches(self, number: int = 1, after: int | None = None) -> None:
         """Count observed batches, if the calls of the model are not counted (``attach(count_calls=False)``).
 
-        The callbacks call this before each observed validation batch, quantized training after each observed training
-        batch, and ``calibrate_layerwise`` once for all batches.
+        A loop that calls parts of the model, but never the model, calls this before each batch: a fit of weights is
+        then judged on every fourth batch. The callbacks call this before each observed validation batch, quantized
+        training after each observed training batch, and ``calibrate_layerwise`` once for all batches.
 
         Args:
             number: how many batches to add.

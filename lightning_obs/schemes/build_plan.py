@@ -42,6 +42,7 @@ from lightning_obs.schemes.config import FOLLOWERS, config_groups
 from lightning_obs.schemes.patterns import (
     check_patterns,
     leave_out_absent_classes,
+    refuse_empty_plan,
     use_first_names,
     warn_ignored_containers,
 )
@@ -90,7 +91,8 @@ def build_plan(model: nn.Module, config: QuantizationConfig, fused_sets: Sequenc
     config.ignore = ignore
     if may_hold_experts(model):
         check_stacked_experts(model, list(groups_by_target), ignore)
-    _check_any_left(model, targets, list(groups_by_target), ignore)
+    if not targets:
+        refuse_empty_plan(model, groups_by_target, config.ignore or (), left_out)
     _warn_idle_targets(targets, groups_by_target)
     _drop_activations_of_lone_weights(targets)
     check_targets(model, targets)
@@ -213,23 +215,6 @@ def _find_blocks(
             if type(child) is nn.Identity and not is_match(name, child, ignore):
                 blocks.append(PlannedModule(name, child, scheme))
     return blocks
-
-
-def _check_any_left(
-    model: nn.Module, targets: Sequence[PlannedModule], target_names: list[str], ignore: list[str]
-) -> None:
-    """Refuse a plan without modules; the error names the classes that could be quantized."""
-    if targets:
-        return
-    classes: set[str] = set()
-    for module in model.modules():
-        if matrix_shape(module) is not None:
-            classes.add(type(module).__name__)
-    raise CalibrationError(
-        "nothing is left to quantize",
-        got=f"targets {target_names}, all of them matched by ignore {ignore}",
-        expected=f"a target that `ignore` leaves, among {', '.join(sorted(classes))}",
-    )
 
 
 def _warn_idle_targets(targets: Sequence[PlannedModule], groups_by_target: Mapping[str, QuantizationScheme]) -> None:

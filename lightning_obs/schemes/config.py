@@ -45,7 +45,7 @@ RoundingLike: TypeAlias = str | Mapping[str, Any] | None
 DEFAULT_TARGETS = ("Linear",)
 
 #: default targets of presets for engines that compute convolutions with integers, too
-_ALL_KINDS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
+QUANTIZED_CLASSES = ("Linear", "Conv1d", "Conv2d", "Conv3d", "Conv1D")
 #: the group of followers: layers that such engines fold into the convolution or matrix product before them. Where a
 #: follower reads the output of a quantized module, the follower's output is quantized instead
 FOLLOWERS = "followers"
@@ -106,12 +106,12 @@ OWN_PRESETS: dict[str, OwnPreset] = {
     "INT8_DYNAMIC": OwnPreset({"weights": _INT8_WEIGHTS, "input_activations": _DYNAMIC}),
     "INT8_ONNX": OwnPreset(
         {"weights": _SEARCHED_INT8_WEIGHTS, "input_activations": _ASYMMETRIC, "output_activations": _ASYMMETRIC},
-        _ALL_KINDS,
+        QUANTIZED_CLASSES,
         _FOLLOWERS,
     ),
     "INT8_TENSORRT": OwnPreset(
         {"weights": _SEARCHED_INT8_WEIGHTS, "input_activations": _SYMMETRIC, "output_activations": _SYMMETRIC},
-        _ALL_KINDS,
+        QUANTIZED_CLASSES,
         _FOLLOWERS,
     ),
     "Q4_0": OwnPreset(_gguf_weights(4, symmetric=True)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NoReturn
 
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, is_cached_attention_module
 from compressed_tensors.utils.match import is_match, match_name
@@ -17,7 +18,7 @@ from torch import nn
 from lightning_obs.errors import CalibrationError, likely, name_list, warn
 from lightning_obs.model.kinds import holds_parameters, is_transformers_model, kind_of
 from lightning_obs.model.weight import matrix_shape
-from lightning_obs.schemes.config import FOLLOWERS, config_groups
+from lightning_obs.schemes.config import FOLLOWERS, QUANTIZED_CLASSES, config_groups
 
 
 def use_first_names(model: nn.Module, config: QuantizationConfig) -> None:
@@ -198,8 +199,46 @@ def _refuse_unmatched(model: nn.Module, targets: Sequence[str], scheme: Quantiza
     )
 
 
+def refuse_empty_plan(
+    model: nn.Module,
+    by_target: Mapping[str, QuantizationScheme],
+    ignore: Sequence[str],
+    left_out: Mapping[str, str],
+) -> NoReturn:
+    """Raise the error for a plan without modules; ``build_plan`` calls it.
+
+    The error names the classes that could be quantized. If only kinds of modules are left that transformers does not
+    load quantized (GPT-2's ``Conv1D``), the remedy says what loads them.
+
+    Args:
+        model: the module that will be calibrated.
+        by_target: the group of each target.
+        ignore: entries that exclude modules; the names in ``left_out`` may be among them.
+        left_out: the reason for each module of a targeted class that cannot be quantized.
+    """
+    classes: set[str] = set()
+    for scheme in by_target.values():
+        classes.update(_quantizable_classes(model, scheme))
+    excluded = [f"matched by ignore {[entry for entry in ignore if entry not in left_out]}"]
+    excluded += [f"left out: {name} ({reason})" for name, reason in left_out.items()]
+    class_names = {type(module).__name__ for module in model.modules()}
+    not_loaded = [name for name in QUANTIZED_CLASSES if name in class_names and name not in classes]
+    remedy = None
+    if not_loaded and is_transformers_model(model):
+        remedy = (
+            f"transformers loads no quantized {' or '.join(not_loaded)}. For load_checkpoint alone, set "
+            f"targets={not_loaded} and engines='unchecked'."
+        )
+    raise CalibrationError(
+        "nothing is left to quantize",
+        got=f"targets {list(by_target)}, all of them {', or '.join(excluded)}",
+        expected=f"a target that `ignore` leaves, among {', '.join(sorted(classes))}" if classes else None,
+        remedy=remedy,
+    )
+
+
 def _quantizable_classes(model: nn.Module, scheme: QuantizationScheme) -> list[str]:
-    """The classes of the model's modules that a scheme can quantize; the error for an unmatched target names them.
+    """The classes of the model's modules that a scheme can quantize; errors that say what could be a target name them.
 
     A module of such a class has a weight that is a matrix. It does not read token indices if the scheme quantizes
     inputs. In a model of transformers it is of a kind that transformers loads quantized.

@@ -166,6 +166,29 @@ def test_fewer_than_four_batches_are_fitted_to_and_the_run_says_that_it_is_not_j
     assert session.result.facts()["fit"] == "not judged on batches kept out: it takes 4 batches"
 
 
+@pytest.mark.filterwarnings("ignore:fitted weights have larger errors")
+def test_a_loop_that_calls_parts_of_the_model_is_told_to_count_batches():
+    model = wide()
+    with CalibrationSession(model, INT4, observers={"weight": "imatrix_mse"}) as session:
+        for batch in tokens(64).chunk(8):
+            parts_of(model, batch)
+    text = session.result.facts()["fit"]
+    assert text.startswith("not judged on batches kept out: the model itself was not called, only parts of it")
+    assert "session.count_batches() before each batch" in text
+    with CalibrationSession(model, INT4, observers={"weight": "imatrix_mse"}) as session:
+        for batch in tokens(64).chunk(8):
+            session.count_batches()
+            parts_of(model, batch)
+    assert session.result.fit_errors
+
+
+def parts_of(model, batch):
+    """Run a model's layers, one by one, without a call of the model."""
+    for layer in model:
+        batch = layer(batch)
+    return batch
+
+
 @pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM", "NVFP4A16", "MXFP4A16", "W8A16"])
 def test_each_format_is_judged_beside_its_own_weights_without_data(scheme):
     options = {"observers": {"weight": "imatrix_mse"}, "targets": ["0"], "engines": "unchecked"}

@@ -12,7 +12,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.wavlm.modeling_wavlm import WavLMAttention
 
-from lightning_obs import CalibrationSession
+from lightning_obs import CalibrationSession, export_checkpoint, load_checkpoint, quantized
 from lightning_obs.errors import CalibrationError, CalibrationWarning
 from tests.schemes.plans import FP8_WEIGHTS, names, plan
 
@@ -135,6 +135,23 @@ def test_a_model_of_which_everything_is_ignored_is_refused(mlp):
     expected = r"nothing is left to quantize. Got targets \['Linear'\].*ignore \['re:fc.*among Linear"
     with pytest.raises(CalibrationError, match=expected):
         plan(mlp, "FP8", ignore=["re:fc"])
+
+
+def test_an_empty_plan_of_gpt2_names_what_loads_its_kind_of_layer(tmp_path):
+    config = t.GPT2Config(vocab_size=16, n_positions=16, n_embd=8, n_layer=1, n_head=1, bos_token_id=1, eos_token_id=2)
+    model = t.GPT2LMHeadModel(config).eval()
+    message = (
+        r"matched by ignore \[\], or left out: lm_head \(tied to transformer\.wte\), expected a target that `ignore` "
+        r"leaves, among Linear\. Remedy: transformers loads no quantized Conv1D\. .*engines='unchecked'\."
+    )
+    with pytest.raises(CalibrationError, match=message):
+        plan(model, "W8A8")
+    with CalibrationSession(model, "W8A8", targets=["Conv1D"], engines="unchecked"):
+        pass
+    reloaded = load_checkpoint(t.GPT2LMHeadModel(config).eval(), export_checkpoint(model, tmp_path / "out"))
+    tokens = torch.arange(8)[None]
+    with torch.no_grad(), quantized(model):
+        assert torch.equal(reloaded(tokens).logits, model(tokens).logits)
 
 
 def test_a_pattern_passes_over_containers_and_activations(tiny_llama):
