@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +45,7 @@ def collectives_of(trainer: Trainer) -> Collectives:
             remedy="Trainer(strategy='ddp'), or one device in a notebook.",
         )
     # These derive from DDPStrategy, but a rank may hold a part of the weights only.
-    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy") or _is_of_third_package(strategy)
+    shares_weights = class_of(strategy, "DeepSpeedStrategy", "XLAStrategy") or _is_named(strategy, _THIRD_PACKAGES)
     is_supported = class_of(strategy, "DDPStrategy", "FSDPStrategy", "ModelParallelStrategy")
     if shares_weights or not is_supported:
         raise CalibrationError(
@@ -72,9 +72,9 @@ def collectives_of(trainer: Trainer) -> Collectives:
     return Collectives(reduce, gather_objects, trainer.global_rank, strategy.root_device, trainer.world_size)
 
 
-def _is_of_third_package(strategy: object) -> bool:
-    """Whether a strategy is one of ``_THIRD_PACKAGES``, or a subclass."""
-    return any(cls.__name__ in _THIRD_PACKAGES for cls in type(strategy).__mro__)
+def _is_named(strategy: object, names: Collection[str]) -> bool:
+    """Whether the class of a strategy, or a class that it inherits from, has one of these names."""
+    return any(cls.__name__ in names for cls in type(strategy).__mro__)
 
 
 def require_exact(trainer: Trainer, session: CalibrationSession) -> None:

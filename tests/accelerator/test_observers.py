@@ -8,14 +8,14 @@ from lightning_obs.numerics import on_gpu
 from lightning_obs.numerics.formats import NumberGrid
 from lightning_obs.numerics.qparams import flatten_for_calibration
 from lightning_obs.observers import Observer
-from tests.accelerator.budgets import FEW_PASSES, OBSERVERS, TENSOR
+from tests.accelerator.budgets import FEW_SUMS, OBSERVERS, TENSOR
 from tests.accelerator.common import assert_same_bits
 from tests.observers.contract import NAMES, OF_INPUTS
 from tests.support.pretend_device import DEVICE, counting
 
 #: observers without a row of their own; those that want inputs are in test_calibration.py
 OTHERS = [
-    (name, "input", TENSOR, FEW_PASSES) for name in NAMES if name not in {path[0] for path in OBSERVERS} | OF_INPUTS
+    (name, "input", TENSOR, FEW_SUMS) for name in NAMES if name not in {path[0] for path in OBSERVERS} | OF_INPUTS
 ]
 #: all but the searches of weights, the last four of OBSERVERS
 WITHOUT_LOOPS = [path[:3] for path in [*OBSERVERS[:-4], *OTHERS]]

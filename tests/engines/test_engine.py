@@ -13,10 +13,16 @@ from lightning_obs.engines.engine import ENGINES
 from tests.support.markdown import blocks, page
 
 
+def shown_code(mark):
+    """The one piece of CONTRIBUTING's code about engines that has ``mark`` in it."""
+    section = page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n### ")[0]
+    (shown,) = [code for code in blocks(section, "python") if mark in code]
+    return shown
+
+
 def add_engine(monkeypatch, name):
     """Run the piece of CONTRIBUTING that registers an engine of a name, for one test."""
-    section = page("CONTRIBUTING.md").partition("### An engine")[2].partition("\n### ")[0]
-    (shown,) = [code for code in blocks(section, "python") if f'@Engine.register("{name}")' in code]
+    shown = shown_code(f'@Engine.register("{name}")')
     assert len(shown.splitlines()) <= 20
     monkeypatch.setitem(ENGINES, name, None)  # which also takes it out at the end
     exec(shown, {})
@@ -56,6 +62,17 @@ def test_an_engine_refuses_the_scheme_that_it_lacks_before_data_are_read(tiny_en
         CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"], engines="tiny")
     verdict = CalibrationSession(tiny_llama(), "W4A16", ignore=["lm_head"]).engines["Tiny"]
     assert (verdict.loads, "no kernel for 4 bits" in verdict.text) == (False, True)
+
+
+def test_the_test_that_contributing_shows_of_an_engine_passes(tiny_engine, tiny_llama):
+    names = {"pytest": pytest, "CalibrationError": CalibrationError, "CalibrationSession": CalibrationSession}
+    exec(shown_code("def test_"), names)
+    names["test_four_bits_are_refused_before_data"](tiny_llama)
+
+
+def test_an_engine_that_judges_weights_is_asked_about_modules_without_one(tiny_engine, tiny_llama):
+    session = CalibrationSession(tiny_llama(), "W8A8", ignore=["lm_head"], kv_cache="FP8")
+    assert session.engines["Tiny"].loads
 
 
 def test_an_engine_s_verdict_names_and_fused_sets_are_those_of_the_run(tiny_engine, tiny_llama, batches, tmp_path):
