@@ -31,6 +31,7 @@ from lightning_obs.callbacks.lightning_package import (
 from lightning_obs.callbacks.module_state import ModuleState
 from lightning_obs.callbacks.replayed_loop import BatchNote, Metrics, ReplayedLoop, metrics_of
 from lightning_obs.errors import CalibrationError, warn
+from lightning_obs.forward.eager import unfused
 from lightning_obs.forward.kept_batches import KEPT_BYTES, KeptBatches
 from lightning_obs.forward.quantized_forward import quantized
 from lightning_obs.report.predictions import Moved, Predictions
@@ -69,6 +70,7 @@ class QuantizedValidation:
         self._random_states = _RandomStates()
         self._predictions = Predictions()
         self._first_pass = ExitStack()
+        self._first_pass.enter_context(unfused(model))  # as the second pass: torch's fused encoder pads otherwise
         self._first_pass.enter_context(self._predictions.kept(model))
         self.moved: Moved | None = None
         self.higher_is_better: dict[str, bool] = {}

@@ -50,8 +50,12 @@ class LastLayer:
                     stack.callback(keep_hook_out(module, module.register_forward_hook(self._see)))
 
     def _see(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The forward hook of each watched layer: remember this layer's output, as the last one so far."""
-        if isinstance(output, torch.Tensor):
+        """The forward hook of each watched layer: remember this layer's output, as the last one so far.
+
+        A nested tensor, as ``nn.TransformerEncoder`` gives its layers for a padded batch, has no shape and is passed
+        over.
+        """
+        if isinstance(output, torch.Tensor) and not output.is_nested:
             self._axis = channel_axis(module, output)
             self._shape = output.shape
 
