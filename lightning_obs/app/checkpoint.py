@@ -157,14 +157,14 @@ def closing_lines(folder: Path | str, engines: Mapping[str, Verdict]) -> list[st
 
     Args:
         folder: the folder of the checkpoint.
-        engines: the verdict of each engine on the checkpoint, by the engine's name. The text of a verdict is the error
-            message of an engine that refuses, or the hardware on which an engine runs the checkpoint (may be empty).
+        engines: the verdict of each engine on the checkpoint, by the engine's name. The text of one that loads the
+            checkpoint is the hardware on which it does (may be empty).
 
     Returns:
         The engines that refuse the checkpoint (transformers and vLLM with the reason), then its path and the engines
         that load it.
     """
-    reasons = {name: verdict.text for name, verdict in engines.items() if not verdict.loads}
+    reasons = {name: verdict.what for name, verdict in engines.items() if not verdict.loads}
     lines = []
     for name in (Transformers.name, VLLM.name):
         if name in reasons:

@@ -235,9 +235,13 @@ def _refuse_several_observers(observers: Any) -> None:
 
 
 def _config_of(scheme: SchemeLike | None, targets: str | Sequence[str] | None, has_cache: bool) -> QuantizationConfig:
-    """The scheme as a config; without groups where only the kv cache is quantized (``has_cache``)."""
+    """The scheme as a config; without groups where only the kv cache is quantized (``has_cache``).
+
+    An empty mapping is then no scheme either: LightningCLI takes ``scheme: null`` for an argument that is missing.
+    """
     target_names = None if targets is None else as_names(targets)
-    if scheme is None and has_cache:
+    is_empty = scheme is None or (isinstance(scheme, Mapping) and not scheme)
+    if is_empty and has_cache:
         if target_names is not None:
             raise CalibrationError(
                 "targets without a scheme: the kv cache alone is quantized, in every attention module",

@@ -49,6 +49,7 @@ def test_a_config_is_of_a_class_of_its_own_only_where_a_state_has_an_observer():
     [
         ("FP8", "FP8", "FP8 + float8 tensor kv cache"),
         (None, "FP8_HEAD", "float8 attn_head kv cache"),
+        ({}, "FP8", "float8 tensor kv cache"),
         (attention(), None, "float8 tensor attention states"),
     ],
 )

@@ -106,3 +106,10 @@ def test_a_wrong_value_is_told_in_the_package_s_own_words(tmp_path):
     path = config(tmp_path, callback("CalibrationCallback", scheme="FP9"))
     with pytest.raises(ValueError, match="unknown scheme 'FP9'"):
         run("validate", path)
+
+
+def test_the_kv_cache_alone_can_stand_in_yaml(tmp_path):
+    """For jsonargparse null is a missing argument, so an empty scheme stands for None."""
+    cache = callback("CalibrationCallback", scheme={}, kv_cache="FP8")
+    cli = LightningCLI(WithData, args=["--config", config(tmp_path, cache)], run=False, save_config_callback=None)
+    assert of(cli, CalibrationCallback).label == "float8 tensor kv cache"
