@@ -224,6 +224,21 @@ def make_trainer(config: DictConfig, *callbacks: Callback) -> Trainer:
     return instantiate(config.trainer, _target_=target, callbacks=[*callbacks, *of_config, *bars])
 
 
+def require_training(trainer: Trainer) -> None:
+    """Refuse a Trainer whose fit takes no step; the tasks that train call it before they measure anything.
+
+    Raises:
+        CalibrationError: ``trainer.max_steps=0`` or ``trainer.max_epochs=0``.
+    """
+    for name in ("max_steps", "max_epochs"):
+        if getattr(trainer, name) == 0:
+            raise CalibrationError(
+                f"trainer.{name}=0 trains nothing",
+                expected="one or more, or -1 for no limit",
+                remedy="task=calibrate calibrates without training.",
+            )
+
+
 def _trainer_class(config: DictConfig) -> type[Trainer]:
     """The Trainer of the package of Lightning that the class of ``model`` is of, or the class that a user has set.
 

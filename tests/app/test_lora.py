@@ -114,6 +114,7 @@ def test_the_model_has_adapters_on_packed_weights(composed, base):
         (["model.adapters=nowhere"], r"model\.adapters=nowhere has no adapter_config\.json"),
         (["model.keep_packed=true"], r"was not loaded from a compressed checkpoint"),
         (["task=lora", "export.folder=null"], r"writes adapters: export\.folder. Got none"),
+        (["task=lora", "trainer.max_steps=0"], r"trainer\.max_steps=0 trains nothing"),
         (["task=lora", "data.train_batches=0"], r"data\.train_batches. Got 0, expected one or more"),
         (["task=lora", "trainer.precision=bf16-true"], r"training needs weights in the precision"),
     ],

@@ -32,6 +32,8 @@ FINETUNE = ["task=finetune", "scheme=w4a16", "group_size=32"]
         (["ignore=[]", "module=modle"], "CausalLM has no module 'modle'"),
         (["scheme=fp8", "group_size=64"], "group_size with a scheme whose groups are fixed"),
         ([*FINETUNE, "data.train_batches=0"], r"data\.train_batches"),
+        ([*FINETUNE, "trainer.max_steps=0"], r"trainer\.max_steps=0 trains nothing"),
+        ([*FINETUNE, "+trainer.max_epochs=0"], r"trainer\.max_epochs=0 trains nothing"),
         ([*FINETUNE, "trainer.precision=bf16-true"], "training needs weights in the precision"),
         (["task=plan", "+task.candidates.wide={weights: {num_bits: 4, group_size: 48}}"], "group size 48"),
         (["task=plan", "trainer.devices=2", "trainer.strategy=ddp"], "task=plan runs on one device"),

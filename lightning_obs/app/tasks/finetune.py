@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from typing_extensions import override
 
 from lightning_obs.app.console import say
-from lightning_obs.app.from_config import make_trainer, plain
+from lightning_obs.app.from_config import make_trainer, plain, require_training
 from lightning_obs.app.quality import Quality, recovered_share
 from lightning_obs.app.tasks.calibrate import Calibrate
 from lightning_obs.calibration.options import CalibrationOptions
@@ -60,13 +60,14 @@ class Finetune(Calibrate):
 
     @override
     def check_task(self) -> None:
-        """Refuse a precision of the Trainer that cannot train, a GGUF export, and a run without training batches.
+        """Refuse a Trainer that cannot train or takes no step, a GGUF export, and a run without training batches.
 
         ``Calibrate.check`` calls it, once model and data are loaded. The config of the task always has the key
         ``data.train_batches``, also for data of the user's own class.
         """
         job = self.job
         require_precision(job.trainer)
+        require_training(job.trainer)
         if self.file_export is not None and self.file_export.destination.replaces_weights:
             raise CalibrationError(
                 "export=gguf with task=finetune: export.base holds the weights from before the training",

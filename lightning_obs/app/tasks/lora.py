@@ -20,6 +20,7 @@ from lightning_obs.app.from_config import (
     make_module,
     make_trainer,
     plain,
+    require_training,
 )
 from lightning_obs.app.models.language import CausalLM
 from lightning_obs.app.quality import Quality, measure_quality
@@ -64,7 +65,7 @@ class Lora(Task):
 
     @override
     def check(self) -> None:
-        """Refuse a folder that exists, a precision that does not train, a module without adapters; load model and data.
+        """Refuse a folder that exists, a Trainer that does not train, a module without adapters; load model and data.
 
         ``main.run`` calls it first.
         """
@@ -72,6 +73,7 @@ class Lora(Task):
         require_free(self.folder, config.export.overwrite)
         self.trainer = make_trainer(config)
         require_precision(self.trainer)
+        require_training(self.trainer)
         check_data(config)
         if config.task.seed is not None:
             seed_everything(config.task.seed, verbose=False)
