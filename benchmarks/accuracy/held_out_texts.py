@@ -30,6 +30,7 @@ import torch
 from lightning_obs.app.data.chats import text_token_ids
 from lightning_obs.app.data.module import TextData
 from lightning_obs.app.data.overlap import HeldOutRuns
+from lightning_obs.app.data.text_blocks import cut_into_blocks, opening_token, without_opening
 
 SAME_KIND = "same kind"
 #: characters of a paragraph
@@ -108,13 +109,13 @@ def blocks_of_other_kinds(
         count: blocks of each text; fewer where the text is shorter.
         tokens: in a block.
     """
-    used_runs = HeldOutRuns([torch.cat(list(used))])
+    opening = opening_token(tokenizer)
+    used_runs = HeldOutRuns([torch.cat([without_opening(block, opening) for block in used])])
     held_out = {}
     for name, documents in other_kinds().items():
         ids = torch.tensor(text_token_ids(documents, tokenizer))
         apart = ids[used_runs.positions_apart(ids)]
-        whole_blocks = min(count, len(apart) // tokens)
-        held_out[name] = list(apart[: whole_blocks * tokens].split(tokens))
+        held_out[name] = cut_into_blocks(apart, count, tokens, opening)
     return held_out
 
 

@@ -9,6 +9,7 @@ import torch
 from lightning_obs import CalibrationError
 from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.data.module import TextData
+from lightning_obs.app.data.text_blocks import cut_into_blocks
 
 
 class Letters:
@@ -16,6 +17,18 @@ class Letters:
 
     def __call__(self, text, **_):
         return type("Encoding", (), {"input_ids": [ord(c) for c in text]})()
+
+
+class LettersAfterMark(Letters):
+    """One token per character, and the token 1 at the beginning of every text, as Gemma and Llama have it."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, add_special_tokens=True, **_):
+        encoding = super().__call__(text)
+        if add_special_tokens:
+            encoding.input_ids = [self.bos_token_id, *encoding.input_ids]
+        return encoding
 
 
 def texts_in(path, field="text"):
@@ -195,3 +208,33 @@ def test_the_default_text_comes_with_python():
     calibration, held_out = ([block["input_ids"] for block in blocks] for blocks in (data.calibration, data.held_out))
     assert torch.stack(calibration).shape == torch.stack(held_out).shape == (16, 512)
     assert not torch.equal(torch.stack(calibration), torch.stack(held_out))
+
+
+def test_every_block_begins_with_the_token_that_begins_a_text(tmp_path):
+    texts = [letter * 20 for letter in "abcdef"]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    sizes = {"batches": 3, "tokens": 8, "eval_batches": 2, "train_batches": 1}
+    data = TextData(LettersAfterMark(), tmp_path / "a.txt", **sizes)
+    blocks = [block["input_ids"] for block in (*data.held_out, *data.calibration, *data.training)]
+    assert [block[0].item() for block in blocks] == [1] * 6
+    assert all(1 not in block[1:] and len(block) == 8 for block in blocks)
+    held_out = [block["input_ids"][1:] for block in data.held_out]
+    assert "".join(chr(token) for token in torch.cat(held_out)) == "\n\n".join(texts[1::2])[:14]
+    read = [block["input_ids"][1:] for block in (*data.calibration, *data.training)]
+    assert "".join(chr(token) for token in torch.cat(read)) == "\n\n".join(texts[0::2])[:28]
+
+
+def test_a_block_of_a_chat_that_brings_the_token_gets_no_second_one():
+    ids = torch.tensor([1, 5, 6, 7, 8, 9, 10, 1, 11, 12])
+    blocks = cut_into_blocks(ids, 9, 4, opening=1)
+    assert [block.tolist() for block in blocks] == [[1, 5, 6, 7], [1, 8, 9, 10]]
+    assert [block.tolist() for block in cut_into_blocks(ids, 9, 3, opening=None)] == [[1, 5, 6], [7, 8, 9], [10, 1, 11]]
+
+
+def test_text_that_is_held_out_over_the_end_of_a_block_is_not_calibrated_on(tmp_path):
+    """The token between the two parts belongs to the blocks, not to the text."""
+    repeated = "".join(chr(200 + index) for index in range(40))
+    held_out = "x" * 20 + repeated + "y" * 40  # the block of 32 ends inside
+    (tmp_path / "a.txt").write_text("\n\n".join([repeated + "z" * 100, held_out]))
+    data = TextData(LettersAfterMark(), tmp_path / "a.txt", batches=1, tokens=32, eval_batches=3)
+    assert text_of(data.calibration)[1:] == "z" * 31

@@ -190,8 +190,8 @@ def chat_token_ids(chats: Sequence[Chat], tokenizer: Any) -> list[int]:
 def text_token_ids(documents: Sequence[str], tokenizer: Any) -> list[int]:
     """The token ids of texts, and chats among them, as one sequence, which ``TextData`` cuts into blocks.
 
-    Called unless all documents are chats. An empty line separates documents, and the tokenizer adds its special tokens
-    at the beginning.
+    Called unless all documents are chats. An empty line separates documents. The tokenizer adds no special tokens:
+    :func:`~.text_blocks.cut_into_blocks` begins each block with the one that the model expects.
     """
-    ids: list[int] = tokenizer(_EMPTY_LINE.join(documents), verbose=False).input_ids
+    ids: list[int] = tokenizer(_EMPTY_LINE.join(documents), verbose=False, add_special_tokens=False).input_ids
     return ids

@@ -27,6 +27,7 @@ from lightning_obs.app.data.chats import (
 )
 from lightning_obs.app.data.files import read_rows, value_of
 from lightning_obs.app.data.overlap import RUN, HeldOutRuns
+from lightning_obs.app.data.text_blocks import cut_into_blocks, opening_token, without_opening
 from lightning_obs.callbacks.lightning_package import LightningDataModule
 from lightning_obs.errors import CalibrationError
 
@@ -44,7 +45,8 @@ class TextData(LightningDataModule):
 
     The blocks of ``val_dataloader`` are to calibrate on, those of ``train_dataloader`` to train on, and those of
     ``test_dataloader`` to measure on; no block is in two of them. Runs of 32 tokens that also occur in the held-out
-    text are cut out of the other text; a printed line says how much was cut.
+    text are cut out of the other text; a printed line says how much was cut. Each block begins with the token that
+    begins a text (``<bos>``), if the tokenizer adds one.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -99,6 +101,7 @@ class TextData(LightningDataModule):
         self.batch_size = batch_size
         self.tokens = tokens
         self.num_workers = num_workers
+        self._opening = opening_token(tokenizer)
 
         documents = self._read(path, "data.path", halve=eval_path is None)
         if eval_path is None:
@@ -107,8 +110,8 @@ class TextData(LightningDataModule):
         else:
             held_out_documents = self._read(eval_path, "data.eval_path", halve=False)
         self.held_out = self._blocks(held_out_documents, eval_batches, "held-out", "eval_batches", HeldOutRuns([]))
-        held_out_tokens = torch.cat([block["input_ids"] for block in self.held_out])
-        runs = HeldOutRuns([held_out_tokens])
+        held_out_tokens = [without_opening(block["input_ids"], self._opening) for block in self.held_out]
+        runs = HeldOutRuns([torch.cat(held_out_tokens)])
         blocks = self._blocks(documents, batches + train_batches, "calibration", "batches", runs)
         calibration_blocks = batches * batch_size
         self.calibration = blocks[:calibration_blocks]
@@ -232,12 +235,9 @@ class TextData(LightningDataModule):
             characters *= 2
 
     def _cut(self, ids: torch.Tensor, count: int) -> list[Block]:
-        """Up to ``count`` blocks of token ids ``(N,)``; a rest shorter than a block is left out."""
-        blocks = []
-        for block in ids[: count * self.tokens].split(self.tokens):
-            if len(block) == self.tokens:
-                blocks.append({"input_ids": block})
-        return blocks
+        """Up to ``count`` blocks of token ids ``(N,)``, as :func:`.cut_into_blocks` makes them."""
+        blocks = cut_into_blocks(ids, count, self.tokens, self._opening)
+        return [{"input_ids": block} for block in blocks]
 
     @override
     def train_dataloader(self) -> DataLoader[Any]:
