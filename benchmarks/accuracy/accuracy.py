@@ -7,6 +7,7 @@
     python benchmarks/accuracy/accuracy.py --model default --scheme INT8_STATIC --rows scheme "input: histogram"
     python benchmarks/accuracy/accuracy.py --model experts        # a mixture of experts
     python benchmarks/accuracy/accuracy.py --model digits --scheme INT8_STATIC --rows scheme  # a vision transformer
+    python benchmarks/accuracy/accuracy.py --model gemma --group 128  # twice as large as SmolLM2
     python benchmarks/accuracy/accuracy.py --model FOLDER         # another model of transformers
     python benchmarks/accuracy/accuracy.py --model smollm2 --inputs quantized  # block by block
     python benchmarks/accuracy/accuracy.py --model smollm2 --scheme NVFP4 --rows scheme --smooth
@@ -27,7 +28,8 @@ a sentence embedding to the unquantized model's. SmolLM2 (``benchmarks/accuracy/
 values): the loss is the growth of the next-token loss, and beside it stands the KL divergence from the unquantized
 model's predictions. ``default`` is the command line's model, whose weights were 4 bits wide before. ``experts``
 (``upcycled_model.py``) is measured as SmolLM2 is, and the counts of its experts' tokens stand below the table.
-``digits`` (``digits_model.py``) is a vision transformer, measured on pictures (``held_out_pictures.py``).
+``gemma`` (``gemma_model.py``, 268 million values), too. ``digits`` (``digits_model.py``) is a vision transformer,
+measured on pictures (``held_out_pictures.py``).
 
 Time is the CPU time of the process, on an accelerator wall time: of the data that is run (beside the same data without
 calibration), and of the search with rounding. Memory is the device's peak above the model. Float32 is not TF32.
@@ -52,6 +54,7 @@ from typing import Any, TypeAlias
 
 import torch
 from digits_model import NAME as DIGITS
+from gemma_model import NAME as GEMMA
 from held_out_texts import SAME_KIND, package_folder
 from measured_models import Classifier, Encoder, Language, Losses, clock
 from peers import PEERS, CannotQuantizeError, Peer
@@ -101,6 +104,7 @@ MADE = {
     "smollm2": ("unquantized_model.py", UNQUANTIZED),
     "experts": ("upcycled_model.py", UPCYCLED),
     "digits": ("digits_model.py", DIGITS),
+    "gemma": ("gemma_model.py", GEMMA),
 }
 INSTALLED = [name for name, peer in PEERS.items() if peer.is_installed]
 
@@ -133,7 +137,7 @@ class Row:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
-        "--model", default="minilm", help="minilm, smollm2, experts, digits, default, or a folder of a model"
+        "--model", default="minilm", help="minilm, smollm2, gemma, experts, digits, default, or a folder of a model"
     )
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--group", type=int, default=64)

